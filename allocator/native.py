@@ -1,0 +1,103 @@
+"""Building blocks of the code that runs without the GIL: compilation, calls by address, raw memory, a native mutex.
+
+Everything compiled in this project goes through `compiled` (numba, `nogil`, cached on disk), takes every address as an
+argument (numba cannot cache a function that closes over a pointer) and raises nothing: errors are returned as codes,
+since a raising path would bring the GIL back.
+
+This module is imported on first use only, never by ``import vtensor``: numba takes 0.3 s to load.
+"""
+
+from __future__ import annotations
+
+import mmap
+from collections.abc import Callable
+from typing import Any, TypeVar, cast
+
+import numpy as np
+import numpy.typing as npt
+from llvmlite import ir
+from numba import carray, njit, types
+from numba.extending import intrinsic
+
+__all__ = ["call", "compiled", "int32_at", "int64_at", "lock", "sparse_array", "symbol_address", "unlock"]
+
+Function = TypeVar("Function", bound=Callable[..., Any])
+_WORD = ir.IntType(64)
+_MAP_NORESERVE = 0x4000  # Linux; in the mmap module from Python 3.13 on
+
+
+def compiled(function: Function) -> Function:
+    """Compile `function` for use from any thread without the GIL."""
+    return cast(Function, njit(nogil=True, cache=True, error_model="numpy")(function))
+
+
+@intrinsic  # type: ignore[untyped-decorator]
+def call(typing_context: Any, address: Any, arguments: Any) -> Any:
+    """`int32 f(int64, ...)` at `address`, called with a tuple of integers; the result widened to int64.
+
+    Every call of the driver table has this shape: addresses, sizes, handles and flags are all 64 bits wide.
+    """
+    if not isinstance(arguments, types.BaseTuple) or not all(isinstance(kind, types.Integer) for kind in arguments):
+        return None
+
+    def generate(context: Any, builder: Any, signature: Any, values: Any) -> Any:
+        words = [
+            context.cast(builder, builder.extract_value(values[1], index), kind, types.int64)
+            for index, kind in enumerate(arguments)
+        ]
+        kind = ir.FunctionType(ir.IntType(32), [_WORD] * len(words))
+        return builder.sext(builder.call(builder.inttoptr(values[0], kind.as_pointer()), words), _WORD)
+
+    return types.int64(types.int64, arguments), generate
+
+
+@intrinsic  # type: ignore[untyped-decorator]
+def symbol_address(typing_context: Any, name: Any) -> Any:
+    """Address of the symbol `name` (a literal), as given to LLVM with `add_symbol` before the caller was loaded.
+
+    This is how a C callback, whose signature has no room for a context, finds its state, and still can be cached.
+    """
+    if not isinstance(name, types.StringLiteral):
+        return None
+
+    def generate(context: Any, builder: Any, signature: Any, values: Any) -> Any:
+        module, symbol = builder.module, name.literal_value
+        variable = module.globals.get(symbol) or ir.GlobalVariable(module, _WORD, symbol)
+        return builder.ptrtoint(variable, _WORD)
+
+    return types.int64(name), generate
+
+
+@intrinsic  # type: ignore[untyped-decorator]
+def _pointer(typing_context: Any, address: Any) -> Any:
+    def generate(context: Any, builder: Any, signature: Any, values: Any) -> Any:
+        return builder.inttoptr(values[0], ir.IntType(8).as_pointer())
+
+    return types.voidptr(types.int64), generate
+
+
+@compiled
+def int64_at(address: int, length: int) -> npt.NDArray[np.int64]:
+    """View of `length` int64 at `address`."""
+    return carray(_pointer(address), (length,), np.int64)  # type: ignore[no-any-return]
+
+
+@compiled
+def int32_at(address: int, length: int) -> npt.NDArray[np.int32]:
+    """View of `length` int32 at `address`."""
+    return carray(_pointer(address), (length,), np.int32)  # type: ignore[no-any-return]
+
+
+# A zeroed pthread_mutex_t (40 bytes on Linux) is an unlocked one.
+lock = types.ExternalFunction("pthread_mutex_lock", types.int32(types.int64))
+unlock = types.ExternalFunction("pthread_mutex_unlock", types.int32(types.int64))
+
+
+def sparse_array(length: int, dtype: npt.DTypeLike) -> npt.NDArray[Any]:
+    """A zero-filled array of any length that costs memory only where it was written.
+
+    Tables indexed by page group are as long as the address range they describe, and mostly empty.
+    """
+    element = np.dtype(dtype)
+    flags = mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS | _MAP_NORESERVE
+    return np.frombuffer(mmap.mmap(-1, max(length, 1) * element.itemsize, flags=flags), dtype=element)[:length]

@@ -1,0 +1,36 @@
+"""Virtual tensors for PyTorch: contiguous addresses reserved at once, memory mapped on demand."""
+
+from vtensor.allocator.page_pool import PagePool
+from vtensor.errors import (
+    ClosedError,
+    DriverError,
+    ForkedError,
+    OutOfPagesError,
+    OutOfSlotsError,
+    RequestError,
+    ReservationError,
+    UnmappedAccessError,
+    VTensorError,
+)
+from vtensor.factory import empty
+from vtensor.kvcache import KVCacheConfig, KVCacheManager, KVCacheStats, StepResult
+from vtensor.tensor import VirtualTensor
+
+__all__ = [
+    "ClosedError",
+    "DriverError",
+    "ForkedError",
+    "KVCacheConfig",
+    "KVCacheManager",
+    "KVCacheStats",
+    "OutOfPagesError",
+    "OutOfSlotsError",
+    "PagePool",
+    "RequestError",
+    "ReservationError",
+    "StepResult",
+    "UnmappedAccessError",
+    "VTensorError",
+    "VirtualTensor",
+    "empty",
+]

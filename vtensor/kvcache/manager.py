@@ -1,0 +1,498 @@
+"""KVCacheManager: the paper's contract (alloc_reqid, step, free_reqid) over one reservation."""
+
+from __future__ import annotations
+
+import threading
+import time
+import warnings
+from collections.abc import Sequence
+from dataclasses import replace
+from types import TracebackType
+from typing import Any
+
+import numpy as np
+import numpy.typing as npt
+import torch
+
+from vtensor.allocator import graveyard
+from vtensor.allocator.address_space import Shortage
+from vtensor.allocator.page_pool import PagePool
+from vtensor.errors import ClosedError, OutOfSlotsError, RequestError, VTensorError
+from vtensor.kvcache.config import KVCacheConfig
+from vtensor.kvcache.layout import CacheLayout
+from vtensor.kvcache.slots import SlotState, SlotTable
+from vtensor.kvcache.stats import KVCacheStats, SlotResidency, StepResult
+from vtensor.streams import check_not_capturing, device_name, resolve_device
+from vtensor.tensor import Region, VirtualTensor
+
+__all__ = ["KVCacheManager"]
+
+SeqLens = Sequence[int] | npt.NDArray[np.integer[Any]] | torch.Tensor
+
+
+class KVCacheManager:
+    """A KV cache of [max_batch_size] x [max_context_tokens] addresses, with memory only below the tokens it holds.
+
+    Per iteration of an engine: ``step`` with the length of every slot, then run the model over ``layer(i)``. The K and V
+    of a layer are views of fixed address and shape, for any kernel; a slot's number is the kernel's ``batch_idx``.
+
+    Calls may come from any thread. None of them may be made while a CUDA graph is captured.
+
+    Parameters
+    ----------
+    config : KVCacheConfig
+    device : torch.device or str, optional
+        A CPU or a CUDA device; None is torch's default device.
+    pool : PagePool, optional
+        A pool to share with others. None: the cache has its own.
+    capacity_bytes : int, optional
+        The most memory that the cache's own pool may hold. None: as much as the device gives.
+    deferred_reclamation : bool
+        Whether the slot of a freed request keeps its page groups until they are needed (the paper's section 6.1.2).
+        False: they go back to the pool as soon as the device has finished with them.
+    scrub : bool
+        Zero a request's memory before another request gets it.
+    lookahead_tokens, low_watermark, high_watermark, eager_slot
+        Accepted and checked, without effect so far: they steer a mapper thread, and mapping is synchronous.
+
+    Raises
+    ------
+    ValueError
+        A bad option or configuration; the message names the value and the rule.
+    ReservationError
+        The addresses cannot be had.
+    DriverError
+        The device is not there, or cannot map pages.
+
+    Examples
+    --------
+    >>> config = KVCacheConfig(num_layers=4, num_kv_heads=2, head_dim=64, max_batch_size=8, max_context_tokens=32_768)
+    >>> with KVCacheManager(config, device="cpu") as cache:
+    ...     reqid = cache.alloc_reqid(prompt_tokens=100)
+    ...     seq_lens = [0] * 8
+    ...     seq_lens[reqid] = 100
+    ...     bool(cache.step(seq_lens)), cache.stats().committed_bytes
+    (True, 262144)
+    """
+
+    def __init__(
+        self,
+        config: KVCacheConfig,
+        device: torch.device | str | None = None,
+        *,
+        pool: PagePool | None = None,
+        capacity_bytes: int | None = None,
+        lookahead_tokens: int = 1,
+        low_watermark: float = 0.10,
+        high_watermark: float = 0.15,
+        deferred_reclamation: bool = True,
+        eager_slot: bool = True,
+        scrub: bool = False,
+    ) -> None:
+        if isinstance(lookahead_tokens, bool) or not isinstance(lookahead_tokens, int) or lookahead_tokens < 0:
+            raise ValueError(f"lookahead_tokens={lookahead_tokens!r} must be an integer of 0 or more")
+        if not 0 <= low_watermark <= high_watermark <= 1:
+            raise ValueError(
+                f"low_watermark={low_watermark!r}, high_watermark={high_watermark!r} must satisfy 0 <= low <= high <= 1"
+            )
+        self.device = resolve_device(device)
+        self._owns_pool = pool is None
+        if pool is None:
+            pool = PagePool(
+                device_name(self.device), capacity_bytes=capacity_bytes, page_group_bytes=config.page_group_bytes
+            )
+        else:
+            _check_pool(pool, self.device, config, capacity_bytes)
+        self.pool = pool
+        self.config = replace(config, page_group_bytes=pool.page_group_bytes)
+        self.deferred_reclamation = deferred_reclamation
+        self.scrub = scrub
+        self._layout = CacheLayout.of(self.config, pool.page_group_bytes)
+        self._region = Region(pool, self.device, self._layout.num_places * pool.page_group_bytes)
+        self._slots = SlotTable(self._layout)
+        self._events: dict[int, list[torch.cuda.Event]] = {}  # of deferred slots: when the device has finished
+        self._views: dict[tuple[int, bool], tuple[torch.Tensor, torch.Tensor]] = {}
+        self._lock = threading.RLock()
+        self.closed = False
+
+    def __repr__(self) -> str:
+        state = "closed" if self.closed else f"{len(self._slots.in_state(SlotState.ACTIVE))} active"
+        config = self.config
+        return (
+            f"<KVCacheManager {self.device} {config.layout} {config.num_layers} layers, "
+            f"{config.max_batch_size} slots x {config.max_context_tokens:,} tokens, {state}>"
+        )
+
+    def __enter__(self) -> KVCacheManager:
+        return self
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
+        self.close()
+
+    # -- requests -------------------------------------------------------------------------------------------------
+
+    def alloc_reqid(self, prompt_tokens: int | None = None) -> int:
+        """Take a slot for a new request.
+
+        Parameters
+        ----------
+        prompt_tokens : int, optional
+            Length of the prompt, if known: the slot is then the deferred one that fits best.
+
+        Returns
+        -------
+        int
+            The request id, which is the slot's number and the kernels' ``batch_idx``.
+
+        Raises
+        ------
+        OutOfSlotsError
+            Every slot is active.
+        RequestError
+            `prompt_tokens` is negative or longer than a slot.
+        """
+        with self._lock:
+            self._check_usable("alloc_reqid")
+            if prompt_tokens is not None and not 0 <= prompt_tokens <= self.config.max_context_tokens:
+                raise RequestError(
+                    f"prompt_tokens={prompt_tokens!r} must be 0 to max_context_tokens={self.config.max_context_tokens:,}"
+                )
+            self._sweep()
+            slot = self._slots.choose(prompt_tokens)
+            if slot is None:
+                raise OutOfSlotsError(
+                    f"all {self.config.max_batch_size} slots hold active requests; free_reqid one first, "
+                    "or make the cache with a larger max_batch_size (it costs addresses only)"
+                )
+            self._region.streams.current()
+            self._region.streams.wait(self._events.pop(slot, []))
+            if self.scrub:
+                self._zero(np.array([slot], np.int64))
+            self._slots.activate(slot)
+            return slot
+
+    def step(self, seq_lens: SeqLens) -> StepResult:
+        """Make sure that every active request has memory for its tokens, the coming iteration's included.
+
+        Parameters
+        ----------
+        seq_lens : sequence of int, ndarray of integers or CPU tensor, shape [max_batch_size]
+            For every slot the tokens it will hold after the iteration. 0: the slot is idle, or its request sits this
+            iteration out and keeps what it has. A smaller number than before drops the tokens beyond it (their page
+            groups are kept as surplus until somebody needs them).
+
+        Returns
+        -------
+        StepResult
+            False, with `shortfall_page_groups`, where memory is short even without the page groups of deferred slots and
+            without surplus; the lengths are then as before, and no request lost anything.
+
+        Raises
+        ------
+        RequestError
+            A list of another length, a length below 0 or above `max_context_tokens`, or a length for a slot that is not
+            active. Nothing was changed.
+        """
+        with self._lock:
+            self._check_usable("step")
+            lengths = self._as_lengths(seq_lens)
+            self._sweep()
+            self._region.streams.current()
+            plan, slots = self._slots.plan, self._slots.arrays
+            problem = np.zeros(2, np.int64)
+            ranges = plan.plan_step(slots, lengths, problem)
+            if problem[0]:
+                raise self._bad_length(int(problem[0]), int(problem[1]), int(lengths[problem[1]]))
+            if len(ranges) == 0:
+                return StepResult()
+            start = time.perf_counter()
+            num_mapped, shortfall = self._commit(ranges, lengths)
+            waited_us = (time.perf_counter() - start) * 1e6
+            if shortfall:
+                return StepResult(shortfall_page_groups=shortfall, waited_us=waited_us)
+            plan.apply_step(slots, lengths)
+            return StepResult(waited_us=waited_us, num_mapped=num_mapped)
+
+    def free_reqid(self, reqid: int) -> None:
+        """End a request. Its slot can be taken at once; its memory waits until the device has finished with it.
+
+        Raises
+        ------
+        RequestError
+            `reqid` is not an active request.
+        """
+        with self._lock:
+            self._check_usable("free_reqid")
+            self._check_active(reqid)
+            self._events[reqid] = self._region.streams.record()
+            self._slots.defer(reqid)
+            if self._slots.arrays.state[reqid] == SlotState.FREE:
+                del self._events[reqid]
+            self._sweep()
+
+    def record_stream(self, stream: torch.cuda.Stream) -> None:
+        """Declare that a stream, which must outlive the cache, uses it.
+
+        Memory is taken away or handed on only after that stream has finished with it. The streams that are current in
+        `step` and `free_reqid` are known without this.
+        """
+        with self._lock:
+            self._check_open()
+            self._region.streams.add(stream)
+
+    # -- tensors --------------------------------------------------------------------------------------------------
+
+    def layer(self, index: int, *, plain: bool = False) -> tuple[torch.Tensor, torch.Tensor]:
+        """K and V of a layer: strided views, each [max_batch_size, max_context_tokens, num_kv_heads, head_dim].
+
+        They have the same addresses for the cache's whole life, and the last two dimensions are contiguous.
+
+        Parameters
+        ----------
+        index : int
+            0 to num_layers - 1.
+        plain : bool
+            False: virtual tensors, which raise `UnmappedAccessError` where an operation would reach what no `step` has
+            committed. True: plain tensors, for the hot path, which end the process there.
+
+        Raises
+        ------
+        RequestError
+            No such layer.
+        """
+        with self._lock:
+            self._check_open()
+            if not 0 <= index < self.config.num_layers:
+                raise RequestError(f"layer {index!r} must be 0 to {self.config.num_layers - 1}")
+            if (index, plain) not in self._views:
+                key, value = (
+                    self._region.view(self.config.dtype, *self._layout.layer_view(index, is_value))
+                    for is_value in (False, True)
+                )
+                if not plain:
+                    key, value = (VirtualTensor.wrap(view, self._region, "raise") for view in (key, value))
+                self._views[index, plain] = key, value
+            return self._views[index, plain]
+
+    # -- books ----------------------------------------------------------------------------------------------------
+
+    def stats(self) -> KVCacheStats:
+        """The cache's memory and slots, now."""
+        with self._lock:
+            self._check_open()
+            pool, slots = self.pool.stats(), self._slots.arrays
+            groups, num_places = np.unique(self._region.space.mapped_page_groups(), return_counts=True)
+            return KVCacheStats(
+                total_page_groups=pool.total_page_groups,
+                free_page_groups=pool.free_page_groups,
+                mapped_page_groups=len(groups),
+                shared_page_groups=int((num_places > 1).sum()),
+                reserved_bytes=self._region.space.size_bytes,
+                committed_bytes=self._region.space.committed_bytes,
+                used_bytes=int(slots.seq_lens.sum()) * self.config.bytes_per_token,
+                swapped_bytes=0,
+                num_active_slots=len(self._slots.in_state(SlotState.ACTIVE)),
+                num_deferred_slots=len(self._slots.in_state(SlotState.DEFERRED)),
+                num_driver_calls=pool.num_driver_calls,
+            )
+
+    def residency(self) -> list[SlotResidency]:
+        """What every slot holds, now."""
+        with self._lock:
+            self._check_open()
+            slots, page_group_bytes = self._slots.arrays, self.pool.page_group_bytes
+            row_bytes = slots.groups[:, 1]
+            reserved = int((slots.groups[:, 0] * slots.groups[:, 2]).sum()) * page_group_bytes
+            held = self._slots.page_groups(np.arange(self.config.max_batch_size)) * page_group_bytes
+            tokens = (slots.high * page_group_bytes // row_bytes[:, None]).min(axis=0)
+            limit = self.config.max_context_tokens
+            return [
+                SlotResidency(
+                    reqid=slot,
+                    state=SlotState(int(slots.state[slot])),
+                    seq_len=int(slots.seq_lens[slot]),
+                    committed_tokens=min(int(tokens[slot]), limit),
+                    max_context_tokens=limit,
+                    used_bytes=int(slots.seq_lens[slot]) * self.config.bytes_per_token,
+                    committed_bytes=int(held[slot]),
+                    reserved_bytes=reserved,
+                )
+                for slot in range(self.config.max_batch_size)
+            ]
+
+    def check_integrity(self) -> None:
+        """Compare what the slots claim to hold with what is mapped, then the books below.
+
+        Raises
+        ------
+        VTensorError
+            They differ; the message says where.
+        """
+        with self._lock:
+            if self.closed:
+                self.pool.check_integrity()
+                return
+            slots, space = self._slots.arrays, self._region.space
+            idle = slots.state == SlotState.FREE
+            if slots.high[:, idle].any():
+                raise VTensorError(f"{self!r}: a free slot holds page groups")
+            claimed = self._slots.plan.slot_ranges(slots, np.arange(self.config.max_batch_size))
+            if space.count_missing(claimed):
+                raise VTensorError(f"{self!r}: a slot claims page groups that are not mapped")
+            if int(claimed[:, 1].sum()) != space.num_mapped:
+                raise VTensorError(
+                    f"{self!r}: {space.num_mapped} page groups are mapped, the slots claim {int(claimed[:, 1].sum())}"
+                )
+            space.check_integrity()
+
+    def close(self) -> None:
+        """Give back memory and addresses. Waits for the device. A second call does nothing.
+
+        Views of layers that are still in use keep the memory until they are gone (with a `ResourceWarning`).
+        """
+        with self._lock:
+            if self.closed:
+                return
+            self.pool.driver.check_process()
+            check_not_capturing(self.device, "close")
+            for event in self._region.streams.record():
+                event.synchronize()
+            self.closed = True
+            self._events.clear()
+            self._views.clear()
+            self._region.drop()
+            if self._owns_pool:
+                self.pool.retire()
+            if self._region.is_viewed:
+                warnings.warn(
+                    "a KVCacheManager was closed while views of its layers are in use; its memory goes back when the "
+                    "last of them is gone",
+                    ResourceWarning,
+                    stacklevel=2,
+                )
+
+    # -- helpers --------------------------------------------------------------------------------------------------
+
+    def _check_open(self) -> None:
+        if self.closed:
+            raise ClosedError("this KVCacheManager was closed; make a new one")
+        self.pool.driver.check_process()
+
+    def _check_usable(self, what: str) -> None:
+        self._check_open()
+        check_not_capturing(self.device, what)
+
+    def _check_active(self, reqid: int) -> None:
+        is_slot = not isinstance(reqid, bool) and isinstance(reqid, int | np.integer)
+        if not is_slot or not 0 <= reqid < self.config.max_batch_size:
+            raise RequestError(f"reqid={reqid!r} must be 0 to {self.config.max_batch_size - 1}")
+        if self._slots.arrays.state[reqid] != SlotState.ACTIVE:
+            raise RequestError(f"reqid={reqid} is not active: it was freed, or alloc_reqid never gave it out")
+
+    def _as_lengths(self, seq_lens: SeqLens) -> npt.NDArray[np.int64]:
+        if isinstance(seq_lens, torch.Tensor):
+            if seq_lens.device.type != "cpu":
+                raise RequestError(
+                    f"seq_lens lies on {seq_lens.device}; step needs it on the CPU (reading it would stall the device)"
+                )
+            seq_lens = seq_lens.numpy()
+        lengths = np.asarray(seq_lens)
+        if lengths.shape != (self.config.max_batch_size,):
+            raise RequestError(
+                f"seq_lens has shape {lengths.shape}; it must have one length for each of "
+                f"max_batch_size={self.config.max_batch_size} slots"
+            )
+        if lengths.dtype.kind not in "iu":
+            raise RequestError(f"seq_lens has dtype {lengths.dtype}; it must hold integers")
+        return np.ascontiguousarray(lengths, np.int64)
+
+    def _bad_length(self, problem: int, slot: int, length: int) -> RequestError:
+        plan = self._slots.plan
+        rules = {
+            plan.NEGATIVE: "a length is 0 or more",
+            plan.TOO_LONG: f"a slot holds at most max_context_tokens={self.config.max_context_tokens:,}",
+            plan.NOT_ACTIVE: "the slot is not active; alloc_reqid first, or pass 0",
+        }
+        return RequestError(f"seq_lens[{slot}]={length:,}: {rules[problem]}")
+
+    # -- memory ---------------------------------------------------------------------------------------------------
+
+    def _commit(self, ranges: npt.NDArray[np.int64], lengths: npt.NDArray[np.int64]) -> tuple[int, int]:
+        """Commit ranges, if need be with what deferred slots and surplus hold: page groups mapped, page groups short."""
+        space, region = self._region.space, self._region
+        stream = region.streams.current()
+        shortfall = 0
+        for make_room in (self._reclaim, self._take_from_torch, None):
+            try:
+                return space.commit(ranges, content=region.content, stream=stream), 0
+            except Shortage as shortage:
+                shortfall = shortage.page_groups
+            if make_room is None or not make_room(shortfall, lengths):
+                break
+        return 0, shortfall
+
+    def _reclaim(self, shortfall: int, lengths: npt.NDArray[np.int64]) -> bool:
+        """Get page groups back: deferred slots, oldest first, then surplus. Does nothing where that cannot be enough."""
+        graveyard.drain()
+        slots, plan = self._slots, self._slots.plan
+        deferred = slots.deferred_oldest_first()
+        held = slots.page_groups(deferred)
+        surplus = plan.surplus_ranges(slots.arrays, lengths, False)
+        limited = self.pool.capacity_bytes is not None
+        if limited and int(held.sum()) + int(surplus[:, 1].sum()) < shortfall:
+            return False
+        enough = int(np.searchsorted(np.cumsum(held), shortfall)) + 1
+        self._take_from(deferred[:enough])
+        if int(held.sum()) < shortfall and len(surplus):
+            for event in self._region.streams.record():
+                event.synchronize()
+            self._region.space.decommit(surplus, forget_content=self.scrub)
+            plan.surplus_ranges(slots.arrays, lengths, True)
+        return True
+
+    def _take_from_torch(self, shortfall: int, lengths: npt.NDArray[np.int64]) -> bool:
+        """Have torch give its cached memory back to the device, where that is what we share with it."""
+        if self.device.type != "cuda" or self.pool.capacity_bytes is not None:
+            return False
+        torch.cuda.empty_cache()
+        return True
+
+    def _take_from(self, deferred: npt.NDArray[np.int64]) -> None:
+        """Unmap all that some deferred slots hold, once the device has finished with it."""
+        if len(deferred):
+            for slot in deferred:
+                for event in self._events.get(int(slot), []):
+                    event.synchronize()
+            ranges = self._slots.plan.slot_ranges(self._slots.arrays, deferred)
+            self._region.space.decommit(ranges, forget_content=self.scrub)
+            self._slots.clear(deferred)
+            for slot in deferred:
+                self._events.pop(int(slot), None)
+
+    def _sweep(self) -> None:
+        """Give back what the device has finished with, where nothing is deferred; and what died elsewhere."""
+        graveyard.sweep()
+        if not self.deferred_reclamation and self._events:
+            done = [slot for slot, events in self._events.items() if all(event.query() for event in events)]
+            self._take_from(np.array(done, np.int64))
+
+    def _zero(self, slots: npt.NDArray[np.int64]) -> None:
+        stream, page_group_bytes = self._region.streams.current(), self.pool.page_group_bytes
+        for first, count in self._slots.plan.slot_ranges(self._slots.arrays, slots):
+            if count:
+                address = self._region.space.base + int(first) * page_group_bytes
+                self.pool.driver.zero(address, int(count) * page_group_bytes, stream)
+
+
+def _check_pool(pool: PagePool, device: torch.device, config: KVCacheConfig, capacity_bytes: int | None) -> None:
+    pool.check_open()
+    if capacity_bytes is not None:
+        raise ValueError(f"capacity_bytes={capacity_bytes!r} is for the cache's own pool; give it to the PagePool instead")
+    if pool.driver.device != device_name(device):
+        raise ValueError(f"pool of {pool.driver.device} cannot hold a cache on {device}")
+    if config.page_group_bytes not in (None, pool.page_group_bytes):
+        raise ValueError(
+            f"page_group_bytes={config.page_group_bytes} differs from the pool's {pool.page_group_bytes}; leave it out"
+        )

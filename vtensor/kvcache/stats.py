@@ -1,0 +1,88 @@
+"""What a KV cache tells about itself: the result of a step, statistics, residency."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+from vtensor.kvcache.slots import SlotState
+
+__all__ = ["KVCacheStats", "SlotResidency", "StepResult"]
+
+
+@dataclass(frozen=True, slots=True)
+class StepResult:
+    """What `KVCacheManager.step` did; true if every slot has the memory it asked for.
+
+    Attributes
+    ----------
+    shortfall_page_groups : int
+        Page groups that are missing; 0 on success. When not 0, nothing was changed.
+    waited_us : float
+        How long the caller waited for page groups to be mapped.
+    num_mapped : int
+        Page groups that this step mapped.
+    num_mapped_by_mapper : int
+        Of those, the ones that were ready before the step was called. Always 0: mapping is synchronous so far.
+    """
+
+    shortfall_page_groups: int = 0
+    waited_us: float = 0.0
+    num_mapped: int = 0
+    num_mapped_by_mapper: int = 0
+
+    def __bool__(self) -> bool:
+        return self.shortfall_page_groups == 0
+
+
+@dataclass(frozen=True)
+class KVCacheStats:
+    """A cache at one moment.
+
+    Attributes
+    ----------
+    total_page_groups, free_page_groups : int
+        Of the cache's pool: all that exist, and those without a mapping.
+    mapped_page_groups, shared_page_groups : int
+        Of this cache: page groups in use, each once, and those of them that lie in several places.
+    reserved_bytes, committed_bytes, used_bytes : int
+        Addresses; addresses with memory behind them; bytes that hold tokens of active requests.
+    swapped_bytes : int
+        Bytes of requests that were swapped out. Always 0: there is no swapping so far.
+    num_active_slots, num_deferred_slots : int
+        Slots with a request, and slots that keep the page groups of one that has ended.
+    num_driver_calls : dict of str to int
+        Calls of the cache's pool so far, by the driver's name of the call.
+    """
+
+    total_page_groups: int
+    free_page_groups: int
+    mapped_page_groups: int
+    shared_page_groups: int
+    reserved_bytes: int
+    committed_bytes: int
+    used_bytes: int
+    swapped_bytes: int
+    num_active_slots: int
+    num_deferred_slots: int
+    num_driver_calls: dict[str, int]
+
+
+@dataclass(frozen=True)
+class SlotResidency:
+    """What one slot holds, over all layers.
+
+    Attributes
+    ----------
+    seq_len, committed_tokens, max_context_tokens : int
+        Tokens held; tokens for which every layer has memory; tokens for which there are addresses.
+    used_bytes, committed_bytes, reserved_bytes : int
+    """
+
+    reqid: int
+    state: SlotState
+    seq_len: int
+    committed_tokens: int
+    max_context_tokens: int
+    used_bytes: int
+    committed_bytes: int
+    reserved_bytes: int
