@@ -1,0 +1,1 @@
+"""vtensor inside other libraries: one module a library, imported by name only."""
