@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import threading
-from typing import Any, cast
+from typing import Any
 
 import numpy as np
 import numpy.typing as npt
@@ -19,8 +19,8 @@ __all__ = ["AddressSpace", "Shortage"]
 Ranges = npt.NDArray[np.int64]
 
 
-class Shortage(Exception):  # noqa: N818 - never leaves the package: callers turn it into their own answer
-    """A commit needed more page groups than can be had; nothing was changed."""
+class Shortage(Exception):
+    """A commit needed more page groups than can be had; nothing was changed. Callers turn it into their own answer."""
 
     def __init__(self, page_groups: int) -> None:
         super().__init__(page_groups)
@@ -103,7 +103,7 @@ class AddressSpace:
     def mapped_page_groups(self) -> npt.NDArray[np.int32]:
         """Page groups in the order of their places; a page group mapped twice comes twice."""
         table = self.arrays.table
-        return cast("npt.NDArray[np.int32]", table[table > 0] - 1)
+        return table[table > 0] - 1
 
     def count_missing(self, ranges: Ranges) -> int:
         """Places without a page group in ranges of places, rows of (first, count)."""
@@ -227,9 +227,7 @@ class AddressSpace:
         self.pool.check_integrity()
 
     def _check_ranges(self, ranges: Ranges) -> None:
-        if len(ranges) and (
-            ranges.min() < 0 or int((ranges[:, 0] + ranges[:, 1]).max()) > self.num_places
-        ):
+        if len(ranges) and (ranges.min() < 0 or int((ranges[:, 0] + ranges[:, 1]).max()) > self.num_places):
             raise ValueError(f"a range lies outside the {self.num_places:,} places of {self!r}")
 
     def _check_outcome(self, outcome: npt.NDArray[np.int64]) -> None:

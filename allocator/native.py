@@ -31,7 +31,7 @@ def compiled(function: Function) -> Function:
     return cast(Function, njit(nogil=True, cache=True, error_model="numpy")(function))
 
 
-@intrinsic  # type: ignore[untyped-decorator]
+@intrinsic
 def call(typing_context: Any, address: Any, arguments: Any) -> Any:
     """`int32 f(int64, ...)` at `address`, called with a tuple of integers; the result widened to int64.
 
@@ -51,7 +51,7 @@ def call(typing_context: Any, address: Any, arguments: Any) -> Any:
     return types.int64(types.int64, arguments), generate
 
 
-@intrinsic  # type: ignore[untyped-decorator]
+@intrinsic
 def symbol_address(typing_context: Any, name: Any) -> Any:
     """Address of the symbol `name` (a literal), as given to LLVM with `add_symbol` before the caller was loaded.
 
@@ -68,7 +68,7 @@ def symbol_address(typing_context: Any, name: Any) -> Any:
     return types.int64(name), generate
 
 
-@intrinsic  # type: ignore[untyped-decorator]
+@intrinsic
 def _pointer(typing_context: Any, address: Any) -> Any:
     def generate(context: Any, builder: Any, signature: Any, values: Any) -> Any:
         return builder.inttoptr(values[0], ir.IntType(8).as_pointer())

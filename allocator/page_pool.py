@@ -6,19 +6,26 @@ import os
 import threading
 import weakref
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, Protocol
 
 import numpy as np
+import numpy.typing as npt
 
 from vtensor.allocator.driver import Call, get_driver
 from vtensor.errors import ClosedError, VTensorError
 from vtensor.units import format_bytes
 
 if TYPE_CHECKING:
-    from vtensor.allocator.address_space import AddressSpace
     from vtensor.allocator.plan import PoolArrays
 
 __all__ = ["PagePool", "PagePoolStats"]
+
+
+class MappingOwner(Protocol):
+    """Whoever maps a pool's page groups: an `AddressSpace`."""
+
+    def mapped_page_groups(self) -> npt.NDArray[np.int32]:
+        """Page groups in the order of their places; a page group mapped twice comes twice."""
 
 
 @dataclass(frozen=True)
@@ -72,13 +79,14 @@ class PagePool:
 
         self._plan: Any = plan
         self._lock = threading.RLock()
-        self._spaces: weakref.WeakSet[AddressSpace] = weakref.WeakSet()
+        self._spaces: weakref.WeakSet[MappingOwner] = weakref.WeakSet()
         self._next_content = 1
         capacity = plan.UNLIMITED
         if capacity_bytes is not None:
             if capacity_bytes < self.page_group_bytes:
                 raise ValueError(
-                    f"capacity_bytes={capacity_bytes!r} must hold at least one page group of {self.page_group_bytes:,} bytes"
+                    f"capacity_bytes={capacity_bytes!r} must hold at least one page group of "
+                    f"{self.page_group_bytes:,} bytes"
                 )
             capacity = capacity_bytes // self.page_group_bytes
         self.arrays = _new_arrays(self.driver, self.page_group_bytes, capacity)
@@ -92,8 +100,8 @@ class PagePool:
             return f"<PagePool {self.driver.device} closed>"
         stats = self.stats()
         return (
-            f"<PagePool {self.driver.device}: {stats.mapped_page_groups} mapped + {stats.free_page_groups} free page groups "
-            f"of {format_bytes(self.page_group_bytes)}>"
+            f"<PagePool {self.driver.device}: {stats.mapped_page_groups} mapped + {stats.free_page_groups} free "
+            f"page groups of {format_bytes(self.page_group_bytes)}>"
         )
 
     def check_open(self) -> None:
@@ -102,13 +110,13 @@ class PagePool:
             raise ClosedError(f"this page pool of {self.driver.device} was closed; make a new PagePool")
         self.driver.check_process()
 
-    def adopt(self, space: AddressSpace) -> None:
+    def adopt(self, space: MappingOwner) -> None:
         """Remember an address space whose mappings count towards this pool, as long as it lives."""
         with self._lock:
             self.check_open()
             self._spaces.add(space)
 
-    def disown(self, space: AddressSpace) -> None:
+    def disown(self, space: MappingOwner) -> None:
         """Forget an address space in which nothing is mapped any more."""
         with self._lock:
             self._spaces.discard(space)

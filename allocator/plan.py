@@ -17,7 +17,7 @@ import numpy as np
 import numpy.typing as npt
 
 from vtensor.allocator.driver.base import OUT_OF_MEMORY, SUCCESS, Call
-from vtensor.allocator.native import call, compiled, int64_at, lock, unlock
+from vtensor.allocator.native import call, compiled, lock, unlock
 
 __all__ = [
     "CAPACITY",
@@ -218,9 +218,7 @@ def _unmap_run(pool: PoolArrays, space: SpaceArrays, first: int, count: int) -> 
 
 
 @compiled
-def _map_run(
-    pool: PoolArrays, space: SpaceArrays, first: int, groups: Int32, access: int, outcome: Int64
-) -> bool:
+def _map_run(pool: PoolArrays, space: SpaceArrays, first: int, groups: Int32, access: int, outcome: Int64) -> bool:
     """Map page groups at neighbouring places and open them; on failure none of them is mapped, or all are stuck."""
     page_group_bytes = pool.constants[3]
     address = space.base + first * page_group_bytes
@@ -238,9 +236,7 @@ def _map_run(
     if code == SUCCESS:
         failed = _SET_ACCESS
         _count(pool, _SET_ACCESS, 1)
-        code = call(
-            pool.entry_points[_SET_ACCESS], (address, len(groups) * page_group_bytes, access, 1)
-        )
+        code = call(pool.entry_points[_SET_ACCESS], (address, len(groups) * page_group_bytes, access, 1))
         if code == SUCCESS:
             return True
     outcome[FAILED_CALL], outcome[CODE] = failed, code
@@ -299,9 +295,7 @@ def _take_from_table(space: SpaceArrays, first: int, count: int) -> Int32:
 
 
 @compiled
-def commit(
-    pool: PoolArrays, space: SpaceArrays, ranges: Int64, content: int, outcome: Int64
-) -> Int64:
+def commit(pool: PoolArrays, space: SpaceArrays, ranges: Int64, content: int, outcome: Int64) -> Int64:
     """Put a page group below every empty place of the ranges, rows of (first place, number of places).
 
     Returns

@@ -83,14 +83,14 @@ def empty(
             raise ValueError(f"pool of {pool.driver.device} cannot hold a tensor on {where}")
     num_bytes = math.prod(shape) * dtype.itemsize
     if num_bytes == 0:
-        return VirtualTensor.wrap(torch.empty(shape, dtype=dtype, device=where), None, on_touch).requires_grad_(
-            requires_grad
-        )
+        nothing = torch.empty(shape, dtype=dtype, device=where, requires_grad=requires_grad)
+        return VirtualTensor.wrap(nothing, None, on_touch)
     region = Region(pool or _default_pool(where), where, num_bytes)
     strides = tuple(math.prod(shape[dim + 1 :]) for dim in range(len(shape)))
     tensor = VirtualTensor.wrap(region.view(dtype, 0, shape, strides), region, on_touch)
     region.drop()  # from here on the tensor and its views keep the memory
-    return tensor.requires_grad_(requires_grad)
+    tensor.requires_grad_(requires_grad)
+    return tensor
 
 
 def _shape(size: tuple[Any, ...]) -> tuple[int, ...]:

@@ -92,7 +92,7 @@ class StreamUse:
         self.current()
         events = []
         for stream in self._streams.values():
-            event = torch.cuda.Event()
+            event = torch.cuda.Event()  # type: ignore[no-untyped-call]
             event.record(stream)
             events.append(event)
         return events

@@ -1,4 +1,4 @@
-"""VirtualTensor: a torch.Tensor over reserved addresses, which no operation can use to reach memory that is not there."""
+"""VirtualTensor: a torch.Tensor over reserved addresses, by which no operation reaches memory that is not there."""
 
 from __future__ import annotations
 
@@ -83,6 +83,11 @@ class Region:
         except Shortage as shortage:
             raise out_of_pages(self.space, what, shortage) from None
 
+    def decommit(self, ranges: npt.NDArray[np.int64], *, forget_content: bool) -> None:
+        """Take page groups away, with which the device has finished; views check again what they can reach."""
+        self.decommit_epoch += 1
+        self.space.decommit(ranges, forget_content=forget_content)
+
 
 def _bury(space: AddressSpace, streams: StreamUse, process_id: int) -> None:
     """Give up the memory of a dead storage as soon as the device has finished with it."""
@@ -105,11 +110,19 @@ class _Effect(Enum):
 
 
 _METADATA_OPERATORS = {
-    f"aten::{name}"
-    for name in (
-        "empty_like zeros_like ones_like full_like rand_like randn_like randint_like "
-        "new_empty new_empty_strided new_zeros new_ones new_full is_same_size"
-    ).split()
+    "aten::empty_like",
+    "aten::full_like",
+    "aten::is_same_size",
+    "aten::new_empty",
+    "aten::new_empty_strided",
+    "aten::new_full",
+    "aten::new_ones",
+    "aten::new_zeros",
+    "aten::ones_like",
+    "aten::rand_like",
+    "aten::randint_like",
+    "aten::randn_like",
+    "aten::zeros_like",
 }
 _REFUSED_OPERATORS = {"aten::resize_", "aten::resize_as_", "aten::set_", "aten::record_stream"}
 
@@ -151,15 +164,16 @@ class VirtualTensor(torch.Tensor):
     _on_touch: OnTouch
     _seen_epoch: int
 
-    __torch_function__ = torch._C._disabled_torch_function_impl
+    __torch_function__ = torch._C._disabled_torch_function_impl  # type: ignore[assignment]
 
     def __new__(cls, *args: object, **kwargs: object) -> VirtualTensor:
+        """Refuse: there is no storage to be a view of."""
         raise TypeError("VirtualTensor has no constructor: use vtensor.empty(...)")
 
     @staticmethod
     def wrap(plain: torch.Tensor, region: Region | None, on_touch: OnTouch) -> VirtualTensor:
         """A virtual tensor over a plain view of a region (None: of an empty tensor)."""
-        tensor = cast(VirtualTensor, torch.Tensor._make_subclass(VirtualTensor, plain, plain.requires_grad))
+        tensor = torch.Tensor._make_subclass(VirtualTensor, plain, plain.requires_grad)
         tensor._region = region
         tensor._on_touch = on_touch
         tensor._seen_epoch = -1
@@ -168,9 +182,10 @@ class VirtualTensor(torch.Tensor):
     # -- operations -----------------------------------------------------------------------------------------------
 
     @classmethod
-    def __torch_dispatch__(
+    def __torch_dispatch__(  # type: ignore[override]
         cls, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: dict[str, Any] | None = None
     ) -> Any:
+        """Run an operator below autograd, once its memory is there."""
         kwargs = kwargs or {}
         effect = _effect(func)
         if effect is _Effect.ACCESS:
@@ -204,21 +219,19 @@ class VirtualTensor(torch.Tensor):
     def _unmapped(self, operation: Any, ranges: npt.NDArray[np.int64], missing: int) -> UnmappedAccessError:
         region = cast(Region, self._region)
         table = region.space.arrays.table
-        first = next(
-            place for start, count in ranges for place in range(start, start + count) if table[place] == 0
-        )
+        first = next(place for start, count in ranges for place in range(start, start + count) if table[place] == 0)
         size = region.space.page_group_bytes
         address = region.space.base + first * size
         return UnmappedAccessError(
-            f"{operation} on a virtual tensor of shape {tuple(self.shape)} touches {missing} page groups without memory, "
-            f"the first at bytes {first * size:,}..{(first + 1) * size:,} ({address:#x}) of its reservation; "
+            f"{operation} on a virtual tensor of shape {tuple(self.shape)} touches {missing} page groups without "
+            f"memory, the first at bytes {first * size:,}..{(first + 1) * size:,} ({address:#x}) of its reservation; "
             "commit them first (.commit(), or step() of a cache), or use on_touch='commit'"
         )
 
     def _footprint(self) -> npt.NDArray[np.int64]:
         region = cast(Region, self._region)
         return footprint(
-            self.storage_offset(), self.shape, self.stride(), self.element_size(), region.space.page_group_bytes
+            int(self.storage_offset()), self.shape, self.stride(), self.element_size(), region.space.page_group_bytes
         )
 
     # -- memory ---------------------------------------------------------------------------------------------------
@@ -284,7 +297,7 @@ class VirtualTensor(torch.Tensor):
 
     # -- exits to Python and to other libraries ---------------------------------------------------------------------
 
-    def __repr__(self, *, tensor_contents: object = None) -> str:
+    def __repr__(self, **kwargs: Any) -> str:  # type: ignore[override]
         """Header, and the values only where all of them have memory."""
         header = f"shape={tuple(self.shape)}, dtype={self.dtype}, device='{self.device}'"
         if self._region is None or self._region.space.closed:
@@ -302,7 +315,7 @@ class VirtualTensor(torch.Tensor):
     def numpy(self, *, force: bool = False) -> npt.NDArray[Any]:
         """The same memory as an array (host only, as for any tensor)."""
         self._touch("numpy")
-        return cast("npt.NDArray[Any]", self.plain().numpy(force=force))
+        return self.plain().numpy(force=force)
 
     def __dlpack__(self, *args: Any, **kwargs: Any) -> Any:
         self._touch("__dlpack__")
@@ -316,7 +329,8 @@ class VirtualTensor(torch.Tensor):
 
     def __reduce_ex__(self, protocol: Any) -> Any:
         """Pickled as a plain tensor of this view's data, not of the whole storage."""
-        return self.detach().clone().requires_grad_(self.requires_grad).__reduce_ex__(protocol)
+        copied = self.detach().clone().requires_grad_(self.requires_grad)
+        return copied.__reduce_ex__(protocol)  # type: ignore[no-untyped-call]
 
     def share_memory_(self) -> VirtualTensor:
         """Refused: other processes cannot see these addresses."""

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 from contextlib import contextmanager
+from dataclasses import dataclass
 from typing import Any
 
 import numpy as np
@@ -12,7 +13,7 @@ from cuda.bindings import driver as cu
 from vtensor.allocator.driver.base import SUCCESS, Call, Driver
 from vtensor.errors import DriverError
 
-__all__ = ["CudaDriver"]
+__all__ = ["CudaDriver", "DeviceFacts", "describe_device", "device_count", "driver_cuda_version", "read", "write"]
 
 _CUDA_VERSION = 12000  # of the signatures below; a newer driver keeps serving them
 
@@ -108,17 +109,20 @@ class CudaDriver(Driver):
             _unwrap("cuCtxPopCurrent", cu.cuCtxPopCurrent())
 
     def zero(self, address: int, size_bytes: int, stream: int) -> None:
+        """Fill mapped, writable memory with zeros, in the order of `stream`."""
         self.check_process()
         with self._current_context():
             _unwrap("cuMemsetD8Async", cu.cuMemsetD8Async(address, 0, size_bytes, stream))
 
     def memory_info(self) -> tuple[int, int]:
+        """Bytes of memory that are free now, and all there are."""
         self.check_process()
         with self._current_context():
             free, total = _unwrap("cuMemGetInfo", cu.cuMemGetInfo())
         return int(free), int(total)
 
     def explain(self, call: Call, code: int) -> tuple[str, str]:
+        """Name of an error code, and what it means for this call."""
         return _describe(code)
 
 
@@ -143,3 +147,100 @@ def _entry_point(symbol: str) -> int:
     if address == 0:
         raise DriverError("cuGetProcAddress", "no such function", f"this driver has no {symbol}")
     return address
+
+
+# -- what a diagnosis asks; none of it is needed to map memory ----------------------------------------------------------
+
+
+@dataclass(frozen=True)
+class DeviceFacts:
+    """What a GPU says about itself.
+
+    Attributes
+    ----------
+    name : str
+    compute_capability : tuple of int
+        Major and minor.
+    has_virtual_memory : bool
+        Whether its memory can be mapped page group by page group.
+    has_file_descriptors : bool
+        Whether a handle can be given to another process as a POSIX file descriptor.
+    granularity_bytes : dict of str to int
+        By location, ``"device"`` and ``"host NUMA"``: the unit in which its memory is created and mapped. A location
+        that cannot be mapped into the GPU's address space is left out.
+    """
+
+    name: str
+    compute_capability: tuple[int, int]
+    has_virtual_memory: bool
+    has_file_descriptors: bool
+    granularity_bytes: dict[str, int]
+
+
+def driver_cuda_version() -> tuple[int, int]:
+    """The newest CUDA that the installed driver serves: major and minor.
+
+    Raises
+    ------
+    DriverError
+        Where there is no NVIDIA driver, or it refuses to start.
+    """
+    initialize()
+    version = int(_unwrap("cuDriverGetVersion", cu.cuDriverGetVersion()))
+    return version // 1000, version % 1000 // 10
+
+
+def device_count() -> int:
+    """Number of GPUs that this process may use (see ``CUDA_VISIBLE_DEVICES``)."""
+    initialize()
+    return int(_unwrap("cuDeviceGetCount", cu.cuDeviceGetCount()))
+
+
+def describe_device(index: int) -> DeviceFacts:
+    """What a GPU says about itself. Makes no context on it."""
+    initialize()
+    device = _unwrap("cuDeviceGet", cu.cuDeviceGet(index))
+    attributes, locations = cu.CUdevice_attribute, cu.CUmemLocationType
+
+    def attribute(which: Any) -> int:
+        return int(_unwrap("cuDeviceGetAttribute", cu.cuDeviceGetAttribute(which, device)))
+
+    name = _unwrap("cuDeviceGetName", cu.cuDeviceGetName(128, device))
+    has_virtual_memory = bool(attribute(attributes.CU_DEVICE_ATTRIBUTE_VIRTUAL_MEMORY_MANAGEMENT_SUPPORTED))
+    granularity = {}
+    if has_virtual_memory:
+        granularity["device"] = granularity_bytes(allocation_properties(locations.CU_MEM_LOCATION_TYPE_DEVICE, index))
+        if attribute(attributes.CU_DEVICE_ATTRIBUTE_HOST_NUMA_VIRTUAL_MEMORY_MANAGEMENT_SUPPORTED):
+            node = max(0, attribute(attributes.CU_DEVICE_ATTRIBUTE_HOST_NUMA_ID))  # -1: the host has no such nodes
+            granularity["host NUMA"] = granularity_bytes(
+                allocation_properties(locations.CU_MEM_LOCATION_TYPE_HOST_NUMA, node)
+            )
+    return DeviceFacts(
+        name=name.decode().rstrip("\0"),
+        compute_capability=(
+            attribute(attributes.CU_DEVICE_ATTRIBUTE_COMPUTE_CAPABILITY_MAJOR),
+            attribute(attributes.CU_DEVICE_ATTRIBUTE_COMPUTE_CAPABILITY_MINOR),
+        ),
+        has_virtual_memory=has_virtual_memory,
+        has_file_descriptors=bool(
+            attribute(attributes.CU_DEVICE_ATTRIBUTE_HANDLE_TYPE_POSIX_FILE_DESCRIPTOR_SUPPORTED)
+        ),
+        granularity_bytes=granularity,
+    )
+
+
+def write(driver: CudaDriver, address: int, data: bytes) -> None:
+    """Copy bytes from the host to mapped, writable memory, and wait for it."""
+    driver.check_process()
+    with driver._current_context():
+        _unwrap("cuMemcpyHtoD", cu.cuMemcpyHtoD(address, data, len(data)))
+
+
+def read(driver: CudaDriver, address: int, size_bytes: int) -> bytes:
+    """Copy bytes from mapped memory to the host, and wait for it."""
+    driver.check_process()
+    buffer = bytearray(size_bytes)
+    view = np.frombuffer(buffer, np.uint8)
+    with driver._current_context():
+        _unwrap("cuMemcpyDtoH", cu.cuMemcpyDtoH(view.ctypes.data, address, size_bytes))
+    return bytes(buffer)

@@ -94,13 +94,16 @@ class HostDriver(Driver):
         return int(self._live_bytes[0])
 
     def zero(self, address: int, size_bytes: int, stream: int) -> None:
+        """Fill mapped, writable memory with zeros, in the order of `stream`."""
         self.check_process()
         ctypes.memset(address, 0, size_bytes)
 
     def memory_info(self) -> tuple[int, int]:
+        """Bytes of memory that are free now, and all there are."""
         return _memory_info()
 
     def explain(self, call: Call, code: int) -> tuple[str, str]:
+        """Name of an error code, and what it means for this call."""
         if code == 2:
             limit = _read_int("/proc/sys/vm/max_map_count")
             return "CUDA_ERROR_OUT_OF_MEMORY", _SHORTAGES.get(call, _TOO_MANY_MAPPINGS.format(limit=limit))

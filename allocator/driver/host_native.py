@@ -6,12 +6,14 @@ mapping with a table beside it that has one int32 a page::
 
     table[page]   0: nothing   n > 0: the first page of a mapping of handle n - 1   -1: a further page of that mapping
 
-The rules are CUDA's, as measured on an H200, so that what passes here passes there: sizes and addresses are multiples of
-the granularity, a handle is mapped whole or not at all, nothing is mapped twice in one place, unmapping takes whole
+The rules are CUDA's, as measured on an H200, so that what passes here passes there: sizes and addresses are multiples
+of the granularity, a handle is mapped whole or not at all, nothing is mapped twice in one place, unmapping takes whole
 mappings and does not mind holes, memory lives until both its handle and its last mapping are gone.
 """
 
 from __future__ import annotations
+
+from typing import Any
 
 import llvmlite.binding
 import numpy as np
@@ -51,7 +53,7 @@ _fallocate = types.ExternalFunction("fallocate", _i32(_i32, _i32, _i64, _i64))
 
 
 @compiled
-def _reserve_range(size: int) -> int:
+def _reserve_range(size: int) -> Any:
     """Inaccessible addresses that a forked child does not get and a core dump leaves out; -1 where there are none."""
     base = _mmap(0, size, _PROT_NONE, _MAP_PRIVATE | _MAP_ANONYMOUS | _MAP_NORESERVE, -1, 0)
     if base != -1:
@@ -108,7 +110,7 @@ def _bad_range(state: np.ndarray, address: int, size: int) -> bool:
     return size <= 0 or size % page != 0 or address <= 0 or address % page != 0
 
 
-@cfunc("int32(int64, int64, int64, int64, int64)", cache=True)  # type: ignore[untyped-decorator]
+@cfunc("int32(int64, int64, int64, int64, int64)", cache=True)
 def _address_reserve(out: int, size: int, alignment: int, hint: int, flags: int) -> int:
     state = int64_at(symbol_address("vtensor_host_state"), STATE_WORDS)
     page = state[PAGE_BYTES]
@@ -127,9 +129,7 @@ def _address_reserve(out: int, size: int, alignment: int, hint: int, flags: int)
             _munmap(whole, base - whole)
         if base < whole + slack:
             _munmap(base + size, whole + slack - base)
-    table = _mmap(
-        0, size // page * 4, _PROT_READ | _PROT_WRITE, _MAP_PRIVATE | _MAP_ANONYMOUS | _MAP_NORESERVE, -1, 0
-    )
+    table = _mmap(0, size // page * 4, _PROT_READ | _PROT_WRITE, _MAP_PRIVATE | _MAP_ANONYMOUS | _MAP_NORESERVE, -1, 0)
     if table == -1:
         _munmap(base, size)
         return OUT_OF_MEMORY
@@ -154,7 +154,7 @@ def _address_reserve(out: int, size: int, alignment: int, hint: int, flags: int)
     return SUCCESS
 
 
-@cfunc("int32(int64, int64)", cache=True)  # type: ignore[untyped-decorator]
+@cfunc("int32(int64, int64)", cache=True)
 def _address_free(address: int, size: int) -> int:
     state = int64_at(symbol_address("vtensor_host_state"), STATE_WORDS)
     if _bad_range(state, address, size):
@@ -178,7 +178,7 @@ def _address_free(address: int, size: int) -> int:
     return code
 
 
-@cfunc("int32(int64, int64, int64, int64)", cache=True)  # type: ignore[untyped-decorator]
+@cfunc("int32(int64, int64, int64, int64)", cache=True)
 def _create(out: int, size: int, properties: int, flags: int) -> int:
     state = int64_at(symbol_address("vtensor_host_state"), STATE_WORDS)
     if size <= 0 or size % state[PAGE_BYTES] != 0 or flags != 0:
@@ -212,7 +212,7 @@ def _create(out: int, size: int, properties: int, flags: int) -> int:
     return SUCCESS
 
 
-@cfunc("int32(int64, int64, int64, int64, int64)", cache=True)  # type: ignore[untyped-decorator]
+@cfunc("int32(int64, int64, int64, int64, int64)", cache=True)
 def _map(address: int, size: int, offset: int, handle: int, flags: int) -> int:
     state = int64_at(symbol_address("vtensor_host_state"), STATE_WORDS)
     if _bad_range(state, address, size) or flags != 0:
@@ -251,7 +251,7 @@ def _covers_whole_mappings(table: np.ndarray, first: int, count: int) -> bool:
     return table[first] != -1 and (end == len(table) or table[end] != -1)
 
 
-@cfunc("int32(int64, int64, int64, int64)", cache=True)  # type: ignore[untyped-decorator]
+@cfunc("int32(int64, int64, int64, int64)", cache=True)
 def _set_access(address: int, size: int, access: int, count: int) -> int:
     state = int64_at(symbol_address("vtensor_host_state"), STATE_WORDS)
     if _bad_range(state, address, size) or count != 1:
@@ -274,7 +274,7 @@ def _set_access(address: int, size: int, access: int, count: int) -> int:
     return code
 
 
-@cfunc("int32(int64, int64)", cache=True)  # type: ignore[untyped-decorator]
+@cfunc("int32(int64, int64)", cache=True)
 def _unmap(address: int, size: int) -> int:
     state = int64_at(symbol_address("vtensor_host_state"), STATE_WORDS)
     if _bad_range(state, address, size):
@@ -306,7 +306,7 @@ def _unmap(address: int, size: int) -> int:
     return code
 
 
-@cfunc("int32(int64)", cache=True)  # type: ignore[untyped-decorator]
+@cfunc("int32(int64)", cache=True)
 def _release(handle: int) -> int:
     state = int64_at(symbol_address("vtensor_host_state"), STATE_WORDS)
     lock(state.ctypes.data)

@@ -24,7 +24,7 @@ _CONFIG_OPTIONS = {"layout", "layers_per_slice", "page_group_bytes"} & {field.na
 _MANAGER_OPTIONS = set(inspect.signature(KVCacheManager).parameters) - {"config", "device"}
 
 
-class VirtualCache(Cache):  # type: ignore[misc]
+class VirtualCache(Cache):
     """A KV cache of fixed addresses that grows: for ``past_key_values=`` of a model's `forward` and `generate`.
 
     Nothing is copied when it grows, and what it may grow to costs nothing. The first update that needs more tokens has
@@ -160,8 +160,8 @@ class VirtualCache(Cache):  # type: ignore[misc]
             return
         if num_tokens > self.max_cache_len:
             raise RequestError(
-                f"{num_tokens:,} tokens exceed max_cache_len={self.max_cache_len:,}; make the VirtualCache with a larger "
-                "one (it costs addresses only)"
+                f"{num_tokens:,} tokens exceed max_cache_len={self.max_cache_len:,}; make the VirtualCache with "
+                "a larger one (it costs addresses only)"
             )
         manager = self.manager
         lengths = [num_tokens] * batch + [0] * (manager.config.max_batch_size - batch)
@@ -178,8 +178,8 @@ class VirtualCache(Cache):  # type: ignore[misc]
         limit = cast(int, self.max_batch_size)
         if batch > limit:
             raise RequestError(
-                f"a batch of {batch} sequences exceeds max_batch_size={limit}; beams and returned sequences count, so make "
-                "the VirtualCache with max_batch_size >= batch x num_beams (it costs addresses only)"
+                f"a batch of {batch} sequences exceeds max_batch_size={limit}; beams and returned sequences count, so "
+                "make the VirtualCache with max_batch_size >= batch x num_beams (it costs addresses only)"
             )
 
     def _resize(self, batch: int) -> None:
@@ -237,7 +237,7 @@ class VirtualCache(Cache):  # type: ignore[misc]
         self._resize(batch)
 
 
-class VirtualLayer(CacheLayerMixin):  # type: ignore[misc]
+class VirtualLayer(CacheLayerMixin):
     """One layer of a `VirtualCache`: K and V as views of fixed address, [B, H, tokens so far, D]."""
 
     is_sliding = False
@@ -255,10 +255,18 @@ class VirtualLayer(CacheLayerMixin):  # type: ignore[misc]
     def lazy_initialization(self, key_states: torch.Tensor, value_states: torch.Tensor | None = None) -> None:
         """Take the layer's views from the manager; the first layer to do so starts the cache."""
         if value_states is not None and value_states.shape != key_states.shape:
-            raise RequestError(f"K of shape {tuple(key_states.shape)} and V of {tuple(value_states.shape)} must be alike")
+            raise RequestError(
+                f"K of shape {tuple(key_states.shape)} and V of {tuple(value_states.shape)} must be alike"
+            )
         if self._index == 0 or self._cache._manager is None:
             self._cache.start(key_states)
-        self._key, self._value = self._cache.manager.layer(self._index, plain=True)
+        manager = self._cache.manager
+        if key_states.device != manager.device:
+            raise RequestError(
+                f"layer {self._index} computes on {key_states.device}, the cache lies on {manager.device}; "
+                "VirtualCache serves models on one device"
+            )
+        self._key, self._value = manager.layer(self._index, plain=True)
         self.dtype, self.device = key_states.dtype, key_states.device
         self.is_initialized = True
 
@@ -308,7 +316,8 @@ class VirtualLayer(CacheLayerMixin):  # type: ignore[misc]
     def forget(self) -> None:
         """Drop all tokens and views."""
         self._num_tokens = 0
-        self._key = self._value = self.keys = self.values = None
+        self._key = self._value = None
+        self.keys = self.values = None  # type: ignore[assignment]
         self.is_initialized = False
 
     def reset(self) -> None:
@@ -326,7 +335,10 @@ class VirtualLayer(CacheLayerMixin):  # type: ignore[misc]
         return self._num_tokens
 
     def get_mask_sizes(self, query: int | torch.Tensor) -> tuple[int, int]:
-        """Number of keys that `update` will return, and the position of the first. `query`: its length (before 5.5: positions)."""
+        """Number of keys that `update` will return, and the position of the first.
+
+        `query` is the query's length; before 5.5 its positions.
+        """
         query_length = query.shape[0] if isinstance(query, torch.Tensor) else query
         return self._num_tokens + query_length, 0
 

@@ -38,8 +38,8 @@ class KVCacheConfig:
     dtype : torch.dtype
         fp8 (e4m3fn, e5m2), fp16, bf16, fp32 or fp64.
     layout : {"sliced", "per_layer"}
-        ``sliced``: the K and V of `layers_per_slice` layers of one token lie side by side, so that a page group holds few
-        tokens of many layers. ``per_layer``: K and V of each layer apart, as in the paper (arXiv:2405.04437, section 5).
+        ``sliced``: the K and V of `layers_per_slice` layers of one token lie side by side, so that a page group holds
+        few tokens of many layers. ``per_layer``: K and V of each layer apart, as in the paper (arXiv:2405.04437, 5).
     layers_per_slice : int or "auto"
         ``auto``: as few slices of at most 16 layers as will do, as equal as they can be. Not for ``per_layer``.
     page_group_bytes : int, optional
@@ -86,7 +86,9 @@ class KVCacheConfig:
                     f"layers_per_slice={self.layers_per_slice} is for layout='sliced'; leave it out with 'per_layer'"
                 )
             if self.layers_per_slice > self.num_layers:
-                raise ValueError(f"layers_per_slice={self.layers_per_slice} must be at most num_layers={self.num_layers}")
+                raise ValueError(
+                    f"layers_per_slice={self.layers_per_slice} must be at most num_layers={self.num_layers}"
+                )
         if self.reserved_bytes >= _ADDRESS_SPACE_BYTES:
             raise ValueError(
                 f"max_batch_size={self.max_batch_size} x max_context_tokens={self.max_context_tokens:,} x "

@@ -1,7 +1,7 @@
 """Where the bytes of a KV cache lie in its one reservation.
 
-The reservation is cut into **buffers** of `max_batch_size` slots, a buffer being a slice (sliced) or the K or the V of a
-layer (per_layer). A token takes one row of every buffer. Buffers with rows of the same length form a **layer group**:
+The reservation is cut into **buffers** of `max_batch_size` slots, a buffer being a slice (sliced) or the K or the V of
+a layer (per_layer). A token takes one row of every buffer. Buffers with rows of the same length form a **layer group**:
 their slots always hold the same number of page groups, so the cache's state is kept once a slot and group::
 
     | buffer 0: slot 0 | slot 1 | ... | slot B-1 | buffer 1: slot 0 | slot 1 | ...

@@ -31,10 +31,10 @@ SeqLens = Sequence[int] | npt.NDArray[np.integer[Any]] | torch.Tensor
 
 
 class KVCacheManager:
-    """A KV cache of [max_batch_size] x [max_context_tokens] addresses, with memory only below the tokens it holds.
+    """A KV cache of max_batch_size x max_context_tokens addresses, with memory only below the tokens it holds.
 
-    Per iteration of an engine: ``step`` with the length of every slot, then run the model over ``layer(i)``. The K and V
-    of a layer are views of fixed address and shape, for any kernel; a slot's number is the kernel's ``batch_idx``.
+    Per iteration of an engine: ``step`` with the length of every slot, then run the model over ``layer(i)``. The K and
+    V of a layer are views of fixed address and shape, for any kernel; a slot's number is the kernel's ``batch_idx``.
 
     Calls may come from any thread. None of them may be made while a CUDA graph is captured.
 
@@ -157,7 +157,8 @@ class KVCacheManager:
             self._check_usable("alloc_reqid")
             if prompt_tokens is not None and not 0 <= prompt_tokens <= self.config.max_context_tokens:
                 raise RequestError(
-                    f"prompt_tokens={prompt_tokens!r} must be 0 to max_context_tokens={self.config.max_context_tokens:,}"
+                    f"prompt_tokens={prompt_tokens!r} must be 0 to "
+                    f"max_context_tokens={self.config.max_context_tokens:,}"
                 )
             self._sweep()
             slot = self._slots.choose(prompt_tokens)
@@ -179,15 +180,15 @@ class KVCacheManager:
         Parameters
         ----------
         seq_lens : sequence of int, ndarray of integers or CPU tensor, shape [max_batch_size]
-            For every slot the tokens it will hold after the iteration. 0: the slot is idle, or its request sits this
-            iteration out and keeps what it has. A smaller number than before drops the tokens beyond it (their page
-            groups are kept as surplus until somebody needs them).
+            For every slot the tokens it will hold after the iteration. 0: the slot is idle, or its request sits
+            this iteration out and keeps what it has. A smaller number than before drops the tokens beyond it (their
+            page groups are kept as surplus until somebody needs them).
 
         Returns
         -------
         StepResult
-            False, with `shortfall_page_groups`, where memory is short even without the page groups of deferred slots and
-            without surplus; the lengths are then as before, and no request lost anything.
+            False, with `shortfall_page_groups`, where memory is short even when deferred slots and surplus give
+            theirs; the lengths are then as before, and no request lost anything.
 
         Raises
         ------
@@ -420,44 +421,51 @@ class KVCacheManager:
     # -- memory ---------------------------------------------------------------------------------------------------
 
     def _commit(self, ranges: npt.NDArray[np.int64], lengths: npt.NDArray[np.int64]) -> tuple[int, int]:
-        """Commit ranges, if need be with what deferred slots and surplus hold: page groups mapped, page groups short."""
+        """Commit ranges, if need be with what deferred slots and surplus hold: page groups mapped, and short."""
         space, region = self._region.space, self._region
         stream = region.streams.current()
-        shortfall = 0
         for make_room in (self._reclaim, self._take_from_torch, None):
             try:
                 return space.commit(ranges, content=region.content, stream=stream), 0
             except Shortage as shortage:
-                shortfall = shortage.page_groups
-            if make_room is None or not make_room(shortfall, lengths):
-                break
-        return 0, shortfall
+                missing = shortage.page_groups
+            if make_room is not None:
+                missing = make_room(missing, lengths)
+                if missing:
+                    break
+        return 0, missing
 
-    def _reclaim(self, shortfall: int, lengths: npt.NDArray[np.int64]) -> bool:
-        """Get page groups back: deferred slots, oldest first, then surplus. Does nothing where that cannot be enough."""
+    def _reclaim(self, shortage: int, lengths: npt.NDArray[np.int64]) -> int:
+        """Get page groups back: deferred slots, oldest first, then surplus.
+
+        Returns
+        -------
+        int
+            Page groups that would still be missing, in which case nothing was done; 0 where trying again is worth it.
+        """
         graveyard.drain()
         slots, plan = self._slots, self._slots.plan
         deferred = slots.deferred_oldest_first()
         held = slots.page_groups(deferred)
         surplus = plan.surplus_ranges(slots.arrays, lengths, False)
-        limited = self.pool.capacity_bytes is not None
-        if limited and int(held.sum()) + int(surplus[:, 1].sum()) < shortfall:
-            return False
-        enough = int(np.searchsorted(np.cumsum(held), shortfall)) + 1
+        missing = shortage - int(held.sum()) - int(surplus[:, 1].sum())
+        if missing > 0 and self.pool.capacity_bytes is not None:
+            return missing
+        enough = int(np.searchsorted(np.cumsum(held), shortage)) + 1
         self._take_from(deferred[:enough])
-        if int(held.sum()) < shortfall and len(surplus):
+        if int(held.sum()) < shortage and len(surplus):
             for event in self._region.streams.record():
                 event.synchronize()
-            self._region.space.decommit(surplus, forget_content=self.scrub)
+            self._region.decommit(surplus, forget_content=self.scrub)
             plan.surplus_ranges(slots.arrays, lengths, True)
-        return True
+        return 0
 
-    def _take_from_torch(self, shortfall: int, lengths: npt.NDArray[np.int64]) -> bool:
+    def _take_from_torch(self, shortage: int, lengths: npt.NDArray[np.int64]) -> int:
         """Have torch give its cached memory back to the device, where that is what we share with it."""
         if self.device.type != "cuda" or self.pool.capacity_bytes is not None:
-            return False
+            return shortage
         torch.cuda.empty_cache()
-        return True
+        return 0
 
     def _take_from(self, deferred: npt.NDArray[np.int64]) -> None:
         """Unmap all that some deferred slots hold, once the device has finished with it."""
@@ -466,7 +474,7 @@ class KVCacheManager:
                 for event in self._events.get(int(slot), []):
                     event.synchronize()
             ranges = self._slots.plan.slot_ranges(self._slots.arrays, deferred)
-            self._region.space.decommit(ranges, forget_content=self.scrub)
+            self._region.decommit(ranges, forget_content=self.scrub)
             self._slots.clear(deferred)
             for slot in deferred:
                 self._events.pop(int(slot), None)
@@ -475,7 +483,7 @@ class KVCacheManager:
         """Give back what the device has finished with, where nothing is deferred; and what died elsewhere."""
         graveyard.sweep()
         if not self.deferred_reclamation and self._events:
-            done = [slot for slot, events in self._events.items() if all(event.query() for event in events)]
+            done = [slot for slot, events in self._events.items() if _all_passed(events)]
             self._take_from(np.array(done, np.int64))
 
     def _zero(self, slots: npt.NDArray[np.int64]) -> None:
@@ -486,10 +494,16 @@ class KVCacheManager:
                 self.pool.driver.zero(address, int(count) * page_group_bytes, stream)
 
 
+def _all_passed(events: Sequence[graveyard.Event]) -> bool:
+    return all(event.query() for event in events)
+
+
 def _check_pool(pool: PagePool, device: torch.device, config: KVCacheConfig, capacity_bytes: int | None) -> None:
     pool.check_open()
     if capacity_bytes is not None:
-        raise ValueError(f"capacity_bytes={capacity_bytes!r} is for the cache's own pool; give it to the PagePool instead")
+        raise ValueError(
+            f"capacity_bytes={capacity_bytes!r} is for the cache's own pool; give it to the PagePool instead"
+        )
     if pool.driver.device != device_name(device):
         raise ValueError(f"pool of {pool.driver.device} cannot hold a cache on {device}")
     if config.page_group_bytes not in (None, pool.page_group_bytes):

@@ -14,7 +14,9 @@ __all__ = ["SlotState", "SlotTable"]
 
 
 class SlotState(IntEnum):
-    """::
+    """What a slot is doing.
+
+    ::
 
             alloc_reqid            free_reqid             reclaimed, or taken over
         FREE ---------> ACTIVE ----------------> DEFERRED ------------------------> FREE, or ACTIVE
