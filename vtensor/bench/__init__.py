@@ -1,0 +1,1 @@
+"""Measurements: one module a table or figure, and what all of them record."""
