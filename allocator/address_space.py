@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import os
 import threading
-from typing import Any
+import weakref
+from typing import TYPE_CHECKING, Any
 
 import numpy as np
 import numpy.typing as npt
@@ -13,6 +15,9 @@ from vtensor.allocator.page_pool import PagePool
 from vtensor.allocator.reservation import Reservation
 from vtensor.errors import ClosedError, DriverError, OutOfPagesError, VTensorError
 from vtensor.units import format_bytes, round_up
+
+if TYPE_CHECKING:
+    from vtensor.allocator.plan import SpaceArrays
 
 __all__ = ["AddressSpace", "Shortage"]
 
@@ -62,9 +67,19 @@ class AddressSpace:
         self._plan: Any = plan
         self._lock = threading.RLock()
         self.arrays = plan.SpaceArrays(
-            header=np.zeros(8, np.int64), table=sparse_array(self.num_places, np.int32), base=self.reservation.base
+            header=np.zeros(8, np.int64),
+            table=sparse_array(self.num_places, np.int32),
+            read_only=sparse_array(self.num_places, np.int8),
+            base=self.reservation.base,
         )
+        # Load now what closing needs: at the system's limit of mappings LLVM can load nothing, and aborts the process.
+        nothing, outcome = np.zeros((0, 2), np.int64), np.zeros(plan.OUTCOME_WORDS, np.int64)
+        plan.decommit(pool.arrays, self.arrays, nothing, False, outcome)
         pool.adopt(self)
+        pool.count_call(Call.RESERVE)
+        # A space that nobody closes gives everything back when it dies; at exit the process does that.
+        self._finalizer = weakref.finalize(self, _give_up, pool, self.arrays, self.reservation, os.getpid())
+        self._finalizer.atexit = False
 
     def __repr__(self) -> str:
         return f"<AddressSpace {self.reservation!r}, {format_bytes(self.committed_bytes)} committed>"
@@ -140,7 +155,7 @@ class AddressSpace:
             runs = self._plan.commit(self.pool.arrays, self.arrays, ranges, content, outcome)
             if outcome[self._plan.SHORTFALL]:
                 raise Shortage(int(outcome[self._plan.SHORTFALL]))
-            self._check_outcome(outcome)
+            _check_outcome(self.pool, outcome)
             dirty = runs[runs[:, 2] == 1]
             try:
                 for first, count, _ in dirty:
@@ -177,7 +192,7 @@ class AddressSpace:
             self._check_ranges(ranges)
             outcome = np.zeros(self._plan.OUTCOME_WORDS, np.int64)
             self._plan.decommit(self.pool.arrays, self.arrays, ranges, forget_content, outcome)
-            self._check_outcome(outcome)
+            _check_outcome(self.pool, outcome)
             return int(outcome[self._plan.NUM_CHANGED])
 
     def alias(self, first: int, source: AddressSpace, source_first: int, count: int, *, writable: bool = True) -> None:
@@ -190,7 +205,8 @@ class AddressSpace:
         DriverError
             The driver refused; nothing was changed.
         """
-        with self._lock:
+        one, other = sorted((self, source), key=id)  # in one order, whoever aliases what
+        with one._lock, other._lock:
             self.check_open()
             source.check_open()
             if source.pool is not self.pool:
@@ -206,19 +222,16 @@ class AddressSpace:
             self._plan.alias(
                 self.pool.arrays, self.arrays, first, source.arrays, source_first, count, writable, outcome
             )
-            self._check_outcome(outcome)
+            _check_outcome(self.pool, outcome)
 
     def close(self) -> None:
         """Unmap everything and give the addresses back. The device must have finished. A second call does nothing."""
         with self._lock:
-            if self.closed:
-                return
-            if self.num_mapped:
-                self.decommit(np.array([[0, self.num_places]], np.int64), forget_content=False)
-            self.reservation.close()
-            self.pool.disown(self)
-            if not self.pool.keeps_free_page_groups:
-                self.pool.trim()
+            if not self.closed:
+                self.pool.driver.check_process()
+                _take_down(self.pool, self.arrays, self.reservation)
+                self.pool.disown(self)
+                self._finalizer.detach()
 
     def check_integrity(self) -> None:
         """Compare the table with its count, then the pool's books (see `PagePool.check_integrity`)."""
@@ -227,18 +240,38 @@ class AddressSpace:
         self.pool.check_integrity()
 
     def _check_ranges(self, ranges: Ranges) -> None:
-        if len(ranges) and (ranges.min() < 0 or int((ranges[:, 0] + ranges[:, 1]).max()) > self.num_places):
+        if len(ranges) and (ranges.min() < 0 or bool((ranges[:, 0] > self.num_places - ranges[:, 1]).any())):
             raise ValueError(f"a range lies outside the {self.num_places:,} places of {self!r}")
 
-    def _check_outcome(self, outcome: npt.NDArray[np.int64]) -> None:
-        """Raise the driver's error that an outcome tells of."""
-        code = int(outcome[self._plan.CODE])
-        if code:
-            stuck = int(outcome[self._plan.NUM_STUCK])
-            detail = "nothing was changed"
-            if stuck:
-                detail = f"undoing failed as well: {stuck} page groups are not where they were"
-            self.pool.driver.check(Call(int(outcome[self._plan.FAILED_CALL])), code, detail)
+
+def _check_outcome(pool: PagePool, outcome: npt.NDArray[np.int64]) -> None:
+    """Raise the driver's error that a plan's outcome tells of."""
+    from vtensor.allocator import plan
+
+    if outcome[plan.CODE]:
+        detail, stuck = "nothing was changed", int(outcome[plan.NUM_STUCK])
+        if stuck:
+            detail = f"undoing failed as well: {stuck} page groups are not where they were"
+        pool.driver.check(Call(int(outcome[plan.FAILED_CALL])), int(outcome[plan.CODE]), detail)
+
+
+def _take_down(pool: PagePool, arrays: SpaceArrays, reservation: Reservation) -> None:
+    """Unmap everything and give the addresses back."""
+    from vtensor.allocator import plan
+
+    if arrays.header[plan.NUM_MAPPED]:
+        outcome = np.zeros(plan.OUTCOME_WORDS, np.int64)
+        plan.decommit(pool.arrays, arrays, np.array([[0, len(arrays.table)]], np.int64), False, outcome)
+        _check_outcome(pool, outcome)
+    reservation.close()
+    pool.count_call(Call.FREE)
+    if not pool.closed and not pool.keeps_free_page_groups:
+        pool.trim()
+
+
+def _give_up(pool: PagePool, arrays: SpaceArrays, reservation: Reservation, process_id: int) -> None:
+    if os.getpid() == process_id:  # a forked child must not touch the parent's memory
+        _take_down(pool, arrays, reservation)
 
 
 def out_of_pages(space: AddressSpace, what: str, shortage: Shortage) -> OutOfPagesError:

@@ -83,14 +83,19 @@ class PagePool:
         self._next_content = 1
         capacity = plan.UNLIMITED
         if capacity_bytes is not None:
-            if capacity_bytes < self.page_group_bytes:
+            if (
+                isinstance(capacity_bytes, bool)
+                or not isinstance(capacity_bytes, int)
+                or capacity_bytes < self.page_group_bytes
+            ):
                 raise ValueError(
-                    f"capacity_bytes={capacity_bytes!r} must hold at least one page group of "
+                    f"capacity_bytes={capacity_bytes!r} must be an integer, room for at least one page group of "
                     f"{self.page_group_bytes:,} bytes"
                 )
             capacity = capacity_bytes // self.page_group_bytes
         self.arrays = _new_arrays(self.driver, self.page_group_bytes, capacity)
         self.is_retired = False
+        plan.release_free(self.arrays)  # nothing yet, but loaded: a finalizer is no place to compile in
         # A pool that nobody closes gives its memory back when it dies; at exit the process does that.
         self._finalizer = weakref.finalize(self, _release_all, plan, self.arrays, os.getpid())
         self._finalizer.atexit = False
@@ -120,6 +125,11 @@ class PagePool:
         """Forget an address space in which nothing is mapped any more."""
         with self._lock:
             self._spaces.discard(space)
+
+    def count_call(self, call: Call) -> None:
+        """Count a driver call that was made for an address space."""
+        with self._lock:
+            self.arrays.header[self._plan.NUM_CALLS + call] += 1
 
     def new_content(self) -> int:
         """A mark, never given before, for data whose owner does not want to meet somebody else's."""

@@ -44,6 +44,8 @@ __all__ = [
 
 Int64 = npt.NDArray[np.int64]
 Int32 = npt.NDArray[np.int32]
+Int8 = npt.NDArray[np.int8]
+Bool = npt.NDArray[np.bool_]
 
 # Words of a pool's header, whose first eight are its mutex.
 CAPACITY, NUM_TOTAL, NUM_FREE, NUM_VACANT, NEXT_INDEX = 8, 9, 10, 11, 12
@@ -56,6 +58,7 @@ NUM_MAPPED = 0
 NUM_CHANGED, SHORTFALL, FAILED_CALL, CODE, NUM_STUCK, NUM_RUNS = 0, 1, 2, 3, 4, 5
 OUTCOME_WORDS = 8
 _NOTHING = 0  # an empty place in a space's table
+_ALL_MAPPED = -1
 # What a page group holds: zeros, something unknown, or (positive) data of the user who gave that mark.
 ZEROS, UNKNOWN_CONTENT = 0, -1
 
@@ -86,6 +89,7 @@ class SpaceArrays(NamedTuple):
 
     header: Int64
     table: Int32  # one a place: 0 nothing, n > 0 page group n - 1
+    read_only: Int8  # one a place: 1 where its page group can only be read
     base: int
 
 
@@ -113,18 +117,27 @@ def release(pool: PoolArrays, groups: Int32) -> None:
 
 @compiled
 def _destroy(pool: PoolArrays, groups: Int32) -> int:
-    """Release handles of page groups that nobody else can reach any more; the first error code."""
+    """Release handles of page groups that nobody else can reach any more; the first error code.
+
+    A page group that the driver does not take back is free.
+    """
+    header = pool.header
+    codes = np.empty(len(groups), np.int64)
+    for index in range(len(groups)):
+        codes[index] = call(pool.entry_points[_RELEASE], (pool.handles[groups[index]],))
     first_error = SUCCESS
-    for group in groups:
-        code = call(pool.entry_points[_RELEASE], (pool.handles[group],))
-        if code != SUCCESS and first_error == SUCCESS:
-            first_error = code
     lock(pool.header.ctypes.data)
-    for group in groups:
-        pool.vacant[pool.header[NUM_VACANT]] = group
-        pool.header[NUM_VACANT] += 1
-    pool.header[NUM_TOTAL] -= len(groups)
-    pool.header[NUM_CALLS + _RELEASE] += len(groups)
+    for index in range(len(groups) - 1, -1, -1):
+        pool.num_mappings[groups[index]] = 0
+        if codes[index] == SUCCESS:
+            pool.vacant[header[NUM_VACANT]] = groups[index]
+            header[NUM_VACANT] += 1
+            header[NUM_TOTAL] -= 1
+        else:
+            first_error = codes[index]
+            pool.free[header[NUM_FREE]] = groups[index]
+            header[NUM_FREE] += 1
+    header[NUM_CALLS + _RELEASE] += len(groups)
     unlock(pool.header.ctypes.data)
     return first_error
 
@@ -140,21 +153,23 @@ def release_free(pool: PoolArrays) -> int:
 
 
 @compiled
-def _acquire(pool: PoolArrays, groups: Int32, outcome: Int64) -> bool:
+def _acquire(pool: PoolArrays, groups: Int32, outcome: Int64) -> int:
     """Fill `groups` with page groups, each with one mapping to its name; all of them or none.
 
-    Free ones first, then new ones up to the capacity. On failure the outcome says how many are missing, or which error
-    the driver gave, and the pool is as before.
+    Free ones first, then new ones up to the capacity: returns how many are of the first kind. On failure it returns -1,
+    the outcome says how many are missing, or which error the driver gave, and the pool is as before.
     """
     header, wanted = pool.header, len(groups)
     lock(header.ctypes.data)
     num_free = min(wanted, header[NUM_FREE])
     num_new = wanted - num_free
-    limit = len(pool.handles) if header[CAPACITY] == UNLIMITED else header[CAPACITY]
+    limit = len(pool.handles)  # what the device has memory for
+    if header[CAPACITY] != UNLIMITED:
+        limit = min(limit, header[CAPACITY])
     if header[NUM_TOTAL] + num_new > limit:
         outcome[SHORTFALL] = header[NUM_TOTAL] + num_new - limit
         unlock(header.ctypes.data)
-        return False
+        return -1
     for index in range(num_free):
         header[NUM_FREE] -= 1
         groups[index] = pool.free[header[NUM_FREE]]
@@ -191,11 +206,21 @@ def _acquire(pool: PoolArrays, groups: Int32, outcome: Int64) -> bool:
             header[NUM_CALLS + _CREATE] -= wanted - index - 1
             unlock(header.ctypes.data)
             _destroy(pool, groups[num_free:index])
-            return False
+            return -1
         pool.handles[group] = handle[0]
         pool.num_mappings[group] = 1
         pool.content[group] = ZEROS if pool.constants[4] else UNKNOWN_CONTENT
-    return True
+    return num_free  # type: ignore[no-any-return]
+
+
+@compiled
+def _undo_acquire(pool: PoolArrays, groups: Int32, num_recycled: int, is_stuck: Bool) -> None:
+    """Leave the pool as `_acquire` met it, but for page groups that are stuck. They may hold anything."""
+    for index in range(len(groups)):
+        if is_stuck[index]:
+            pool.content[groups[index]] = UNKNOWN_CONTENT
+    release(pool, groups[:num_recycled][~is_stuck[:num_recycled]])
+    _destroy(pool, groups[num_recycled:][~is_stuck[num_recycled:]])
 
 
 # -- runs -------------------------------------------------------------------------------------------------------
@@ -218,8 +243,12 @@ def _unmap_run(pool: PoolArrays, space: SpaceArrays, first: int, count: int) -> 
 
 
 @compiled
-def _map_run(pool: PoolArrays, space: SpaceArrays, first: int, groups: Int32, access: int, outcome: Int64) -> bool:
-    """Map page groups at neighbouring places and open them; on failure none of them is mapped, or all are stuck."""
+def _map_run(pool: PoolArrays, space: SpaceArrays, first: int, groups: Int32, read_only: bool, outcome: Int64) -> int:
+    """Map page groups at neighbouring places, open them, and enter them into the table.
+
+    Returns `_ALL_MAPPED`. After a failure, which the outcome names, it returns how many of the first are stuck: those
+    are mapped and in the table, but not open; normally there are none.
+    """
     page_group_bytes = pool.constants[3]
     address = space.base + first * page_group_bytes
     done = 0
@@ -236,24 +265,25 @@ def _map_run(pool: PoolArrays, space: SpaceArrays, first: int, groups: Int32, ac
     if code == SUCCESS:
         failed = _SET_ACCESS
         _count(pool, _SET_ACCESS, 1)
-        code = call(pool.entry_points[_SET_ACCESS], (address, len(groups) * page_group_bytes, access, 1))
+        access = pool.constants[2] if read_only else pool.constants[1]
+        code = call(pool.entry_points[_SET_ACCESS], (address, done * page_group_bytes, access, 1))
         if code == SUCCESS:
-            return True
+            _record(space, first, groups, read_only)
+            return _ALL_MAPPED
     outcome[FAILED_CALL], outcome[CODE] = failed, code
-    if done > 0 and _unmap_run(pool, space, first, done) != SUCCESS:
-        outcome[NUM_STUCK] += done
-        _record(pool, space, first, groups[:done])
-        release(pool, groups[done:])
-    else:
-        release(pool, groups)
-    return False
+    if done == 0 or _unmap_run(pool, space, first, done) == SUCCESS:
+        return 0
+    _record(space, first, groups[:done], read_only)
+    return done
 
 
 @compiled
-def _record(pool: PoolArrays, space: SpaceArrays, first: int, groups: Int32) -> None:
+def _record(space: SpaceArrays, first: int, groups: Int32, read_only: bool) -> None:
     """Enter mapped page groups into the table."""
     for index in range(len(groups)):
         space.table[first + index] = groups[index] + 1
+        if read_only:
+            space.read_only[first + index] = 1
     space.header[NUM_MAPPED] += len(groups)
 
 
@@ -287,8 +317,28 @@ def _take_from_table(space: SpaceArrays, first: int, count: int) -> Int32:
     for index in range(count):
         groups[index] = space.table[first + index] - 1
         space.table[first + index] = _NOTHING
+        if space.read_only[first + index]:
+            space.read_only[first + index] = 0
     space.header[NUM_MAPPED] -= count
     return groups
+
+
+@compiled
+def _restore_run(pool: PoolArrays, space: SpaceArrays, first: int, count: int, outcome: Int64) -> int:
+    """Map what was just unmapped and is still in the table, as it was; how many page groups that failed for."""
+    failed, end = 0, first + count
+    while first < end:
+        read_only = space.read_only[first] != 0
+        count = 1
+        while first + count < end and (space.read_only[first + count] != 0) == read_only:
+            count += 1
+        groups = _take_from_table(space, first, count)
+        num_stuck = _map_run(pool, space, first, groups, read_only, outcome)
+        if num_stuck != _ALL_MAPPED:
+            release(pool, groups[num_stuck:])
+            failed += count
+        first += count
+    return failed
 
 
 # -- plans ------------------------------------------------------------------------------------------------------
@@ -307,22 +357,27 @@ def commit(pool: PoolArrays, space: SpaceArrays, ranges: Int64, content: int, ou
     outcome[:] = 0
     runs = _find_runs(space, ranges, False)
     groups = np.empty(runs[:, 1].sum(), np.int32)
-    if len(groups) == 0 or not _acquire(pool, groups, outcome):
+    num_recycled = _acquire(pool, groups, outcome) if len(groups) else -1
+    if num_recycled < 0:
         return runs[:0]
     taken = 0
     for row in range(len(runs)):
         first, count = runs[row, 0], runs[row, 1]
-        part = groups[taken : taken + count]
-        taken += count
-        if not _map_run(pool, space, first, part, pool.constants[1], outcome):
-            release(pool, groups[taken:])
+        num_stuck = _map_run(pool, space, first, groups[taken : taken + count], False, outcome)
+        if num_stuck != _ALL_MAPPED:
+            is_stuck = np.zeros(len(groups), np.bool_)
+            is_stuck[taken : taken + num_stuck] = True
             for undone in range(row - 1, -1, -1):
-                if _unmap_run(pool, space, runs[undone, 0], runs[undone, 1]) == SUCCESS:
-                    release(pool, _take_from_table(space, runs[undone, 0], runs[undone, 1]))
+                first, count = runs[undone, 0], runs[undone, 1]
+                taken -= count
+                if _unmap_run(pool, space, first, count) == SUCCESS:
+                    _take_from_table(space, first, count)
                 else:
-                    outcome[NUM_STUCK] += runs[undone, 1]
+                    is_stuck[taken : taken + count] = True
+            _undo_acquire(pool, groups, num_recycled, is_stuck)
+            outcome[NUM_STUCK] = is_stuck.sum()
             return runs[:0]
-        _record(pool, space, first, part)
+        taken += count
     for row in range(len(runs)):
         for place in range(runs[row, 0], runs[row, 0] + runs[row, 1]):
             group = space.table[place] - 1
@@ -346,11 +401,7 @@ def decommit(pool: PoolArrays, space: SpaceArrays, ranges: Int64, forget_content
         if code != SUCCESS:
             lost = 0
             for undone in range(row - 1, -1, -1):
-                groups = _take_from_table(space, runs[undone, 0], runs[undone, 1])
-                if _map_run(pool, space, runs[undone, 0], groups, pool.constants[1], outcome):
-                    _record(pool, space, runs[undone, 0], groups)
-                else:
-                    lost += len(groups)
+                lost += _restore_run(pool, space, runs[undone, 0], runs[undone, 1], outcome)
             outcome[FAILED_CALL], outcome[CODE], outcome[NUM_STUCK] = _UNMAP, code, lost
             return
     for row in range(len(runs)):
@@ -376,14 +427,19 @@ def alias(
 ) -> None:
     """Map the page groups of one place at another as well. The target places are empty, the source places are not."""
     outcome[:] = 0
+    if count == 0:
+        return
     groups = source.table[source_first : source_first + count] - np.int32(1)
     lock(pool.header.ctypes.data)
     for group in groups:
         pool.num_mappings[group] += 1
     unlock(pool.header.ctypes.data)
-    if _map_run(pool, space, first, groups, pool.constants[1 if writable else 2], outcome):
-        _record(pool, space, first, groups)
+    num_stuck = _map_run(pool, space, first, groups, not writable, outcome)
+    if num_stuck == _ALL_MAPPED:
         outcome[NUM_CHANGED], outcome[NUM_RUNS] = count, 1
+    else:
+        release(pool, groups[num_stuck:])
+        outcome[NUM_STUCK] = num_stuck
 
 
 @compiled

@@ -36,7 +36,8 @@ x
 # %% [markdown]
 # ## Commit
 #
-# An operation that touches a place first gets memory for it, in whole *page groups* (64 KiB on the host, 2 MiB on a GPU).
+# An operation that touches a place first gets memory for it, in whole *page groups* (64 KiB on the host, 2 MiB on a
+# GPU).
 # What was never written reads as zero.
 
 # %%
@@ -84,7 +85,7 @@ plt.show()
 # %% [markdown]
 # ## A KV cache
 #
-# A cache is one such reservation: [slots x tokens] of addresses, with memory below the tokens that are held. The contract
+# A cache is one such reservation: slots x tokens of addresses, with memory below the tokens held. The contract
 # is the paper's: `alloc_reqid`, `step`, `free_reqid`.
 
 # %%

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+import operator
 import os
 import threading
 from collections.abc import Sequence
@@ -11,8 +12,10 @@ from typing import Any, get_args
 import torch
 
 from vtensor.allocator.page_pool import PagePool
+from vtensor.errors import ReservationError
 from vtensor.streams import device_name, resolve_device
 from vtensor.tensor import OnTouch, Region, VirtualTensor
+from vtensor.units import format_bytes
 
 __all__ = ["empty"]
 
@@ -85,6 +88,8 @@ def empty(
     if num_bytes == 0:
         nothing = torch.empty(shape, dtype=dtype, device=where, requires_grad=requires_grad)
         return VirtualTensor.wrap(nothing, None, on_touch)
+    if False:
+        raise ReservationError(f"size={shape} is {format_bytes(num_bytes)}, more than there are addresses")
     region = Region(pool or _default_pool(where), where, num_bytes)
     strides = tuple(math.prod(shape[dim + 1 :]) for dim in range(len(shape)))
     tensor = VirtualTensor.wrap(region.view(dtype, 0, shape, strides), region, on_touch)
@@ -94,8 +99,8 @@ def empty(
 
 
 def _shape(size: tuple[Any, ...]) -> tuple[int, ...]:
-    dims = size[0] if len(size) == 1 and not isinstance(size[0], int) else size
-    shape = tuple(int(dim) for dim in dims)
+    dims = size[0] if len(size) == 1 and not hasattr(size[0], "__index__") else size
+    shape = tuple(operator.index(dim) for dim in dims)
     if any(dim < 0 for dim in shape):
         raise ValueError(f"size={shape}: every dimension must be zero or more")
     return shape

@@ -139,6 +139,8 @@ class Driver(ABC):
         count = _NUM_ARGUMENTS[call]
         if len(arguments) != count:
             raise TypeError(f"{call.symbol} takes {count} arguments, {len(arguments)} were given")
+        if any(not -(1 << 63) <= argument < 1 << 63 for argument in arguments):
+            return INVALID_VALUE  # ctypes would cut it off: 2**64 + 4096 bytes would pass as 4096
         return int(_PROTOTYPES[count](int(self.entry_points[call]))(*arguments))
 
     def reserve(self, size_bytes: int, alignment_bytes: int = 0) -> int:

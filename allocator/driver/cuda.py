@@ -149,7 +149,7 @@ def _entry_point(symbol: str) -> int:
     return address
 
 
-# -- what a diagnosis asks; none of it is needed to map memory ----------------------------------------------------------
+# -- what a diagnosis asks; none of it is needed to map memory --------------------------------------------------------
 
 
 @dataclass(frozen=True)
@@ -216,7 +216,7 @@ def describe_device(index: int) -> DeviceFacts:
                 allocation_properties(locations.CU_MEM_LOCATION_TYPE_HOST_NUMA, node)
             )
     return DeviceFacts(
-        name=name.decode().rstrip("\0"),
+        name=name.split(b"\0")[0].decode(),  # the buffer is longer, and not all of the rest is zero
         compute_capability=(
             attribute(attributes.CU_DEVICE_ATTRIBUTE_COMPUTE_CAPABILITY_MAJOR),
             attribute(attributes.CU_DEVICE_ATTRIBUTE_COMPUTE_CAPABILITY_MINOR),

@@ -34,6 +34,7 @@ FILE, PAGE_BYTES, NEXT_OFFSET, NUM_HANDLES = 8, 9, 10, 11
 FREE_HANDLE = 12  # head of the list of dead handle records: index + 1
 NUM_RESERVATIONS, HANDLES, RESERVATIONS = 13, 14, 15  # HANDLES, RESERVATIONS: addresses of the records
 MAX_HANDLES, MAX_RESERVATIONS, LIVE_BYTES, LIMIT_BYTES = 16, 17, 18, 19
+SPARE = 20  # address of a few mappings that are there to be given up, 0 while there are none
 # Words of a handle's record, and of a reservation's.
 _OFFSET, _SIZE, _OWNED, _NUM_MAPPINGS, _GENERATION, _NEXT_FREE = 0, 1, 2, 3, 4, 5
 _BASE, _LENGTH, _TABLE, _NUM_MAPPED = 0, 1, 2, 3
@@ -43,6 +44,7 @@ _MAP_SHARED, _MAP_PRIVATE, _MAP_FIXED, _MAP_ANONYMOUS, _MAP_NORESERVE = 0x1, 0x2
 _MADV_DONTFORK, _MADV_DONTDUMP = 10, 16
 _FALLOC_KEEP_SIZE, _FALLOC_PUNCH_HOLE = 1, 2
 _ADDRESS_SPACE_BYTES = 1 << 47
+_SPARE_PAGES, _SPARE_OFFSET = 8, 1 << 62  # far behind all memory: these pages are never touched
 
 _i32, _i64 = types.int32, types.int64
 _mmap = types.ExternalFunction("mmap", _i64(_i64, _i64, _i32, _i32, _i32, _i64))
@@ -60,6 +62,46 @@ def _reserve_range(size: int) -> Any:
         _madvise(base, size, _MADV_DONTFORK)
         _madvise(base, size, _MADV_DONTDUMP)
     return base
+
+
+@compiled
+def _keep_spare(state: np.ndarray) -> None:
+    """Hold a few mappings in reserve, pages that differ in access so that the system cannot merge them.
+
+    A process that reaches vm.max_map_count can make no mapping, and so not even take one away: putting the inaccessible
+    one back in its place counts as making it.
+    """
+    page = state[PAGE_BYTES]
+    if state[SPARE] == 0:
+        spare = _mmap(0, _SPARE_PAGES * page, _PROT_NONE, _MAP_SHARED, state[FILE], _SPARE_OFFSET)
+        if spare != -1:
+            state[SPARE] = spare
+            for index in range(1, _SPARE_PAGES, 2):
+                _mprotect(spare + index * page, page, _PROT_READ)
+
+
+@compiled
+def _give_up_spare(state: np.ndarray) -> bool:
+    """Make room for a few mappings; False where that was done before."""
+    if state[SPARE] == 0:
+        return False
+    _munmap(state[SPARE], _SPARE_PAGES * state[PAGE_BYTES])
+    state[SPARE] = 0
+    return True
+
+
+@compiled
+def _clear_range(state: np.ndarray, address: int, size: int) -> Any:
+    """Put inaccessible addresses in place of mappings."""
+    flags = _MAP_PRIVATE | _MAP_ANONYMOUS | _MAP_NORESERVE | _MAP_FIXED
+    done = _mmap(address, size, _PROT_NONE, flags, -1, 0) == address
+    if not done and _give_up_spare(state):
+        done = _mmap(address, size, _PROT_NONE, flags, -1, 0) == address
+    if done:
+        _madvise(address, size, _MADV_DONTFORK)
+        _madvise(address, size, _MADV_DONTDUMP)
+    _keep_spare(state)
+    return done
 
 
 @compiled
@@ -134,6 +176,7 @@ def _address_reserve(out: int, size: int, alignment: int, hint: int, flags: int)
         _munmap(base, size)
         return OUT_OF_MEMORY
     lock(state.ctypes.data)
+    _keep_spare(state)
     count = state[NUM_RESERVATIONS]
     if count == state[MAX_RESERVATIONS]:
         unlock(state.ctypes.data)
@@ -167,14 +210,17 @@ def _address_free(address: int, size: int) -> int:
     if index >= 0:
         record = records[index * RESERVATION_WORDS : (index + 1) * RESERVATION_WORDS]
         if record[_BASE] == address and record[_LENGTH] == size and record[_NUM_MAPPED] == 0:
-            _munmap(record[_TABLE], size // state[PAGE_BYTES] * 4)
-            for word in range(index * RESERVATION_WORDS, (count - 1) * RESERVATION_WORDS):
-                records[word] = records[word + RESERVATION_WORDS]
-            state[NUM_RESERVATIONS] = count - 1
-            code = SUCCESS
+            # The system merges neighbouring reservations: to take one out may cut the rest in two, one mapping more.
+            if _munmap(address, size) == 0 or (_give_up_spare(state) and _munmap(address, size) == 0):
+                _munmap(record[_TABLE], size // state[PAGE_BYTES] * 4)
+                for word in range(index * RESERVATION_WORDS, (count - 1) * RESERVATION_WORDS):
+                    records[word] = records[word + RESERVATION_WORDS]
+                state[NUM_RESERVATIONS] = count - 1
+                code = SUCCESS
+            else:
+                code = OUT_OF_MEMORY
+            _keep_spare(state)
     unlock(state.ctypes.data)
-    if code == SUCCESS:
-        _munmap(address, size)
     return code
 
 
@@ -288,17 +334,15 @@ def _unmap(address: int, size: int) -> int:
         table = int32_at(owner[_TABLE], owner[_LENGTH] // page)
         first = (address - owner[_BASE]) // page
         if _covers_whole_mappings(table, first, size // page):
-            flags = _MAP_PRIVATE | _MAP_ANONYMOUS | _MAP_NORESERVE | _MAP_FIXED
-            if _mmap(address, size, _PROT_NONE, flags, -1, 0) == address:
-                _madvise(address, size, _MADV_DONTFORK)
-                _madvise(address, size, _MADV_DONTDUMP)
+            if _clear_range(state, address, size):
                 for entry in range(first, first + size // page):
                     if table[entry] > 0:
                         index = table[entry] - 1
                         int64_at(state[HANDLES] + index * HANDLE_WORDS * 8, HANDLE_WORDS)[_NUM_MAPPINGS] -= 1
                         owner[_NUM_MAPPED] -= 1
                         _free_if_unused(state, index)
-                    table[entry] = 0
+                    if table[entry] != 0:  # what was never written costs no memory, and must stay so
+                        table[entry] = 0
                 code = SUCCESS
             else:
                 code = OUT_OF_MEMORY

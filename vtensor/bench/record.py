@@ -111,7 +111,12 @@ def package_version(name: str) -> str | None:
 
 
 def commit() -> str | None:
-    """The commit of the source tree that is running, ``-dirty`` where its code differs; None outside a git checkout."""
+    """The commit of the source tree that is running, ``-dirty`` where its code differs; None outside a git checkout.
+
+    A copy of the sources that came without their history can be told with the environment variable VTENSOR_COMMIT.
+    """
+    if "VTENSOR_COMMIT" in os.environ:
+        return os.environ["VTENSOR_COMMIT"]
     source = Path(vtensor.__file__).resolve()
     folder = str(source.parent)
     # A copy inside somebody else's checkout (a .venv, say) must not be taken for that checkout.

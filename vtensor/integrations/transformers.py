@@ -82,8 +82,8 @@ class VirtualCache(Cache):
                 continue
             if isinstance(value, bool) or not isinstance(value, int) or value <= 0:
                 raise ValueError(f"{name}={value!r} must be a positive integer")
-        self.max_cache_len = cast(int, max_cache_len)
-        self.max_batch_size = max_batch_size
+        self._max_cache_len = cast(int, max_cache_len)
+        self._max_batch_size = max_batch_size
         self._device = device
         self._options = options
         self._manager: KVCacheManager | None = None
@@ -120,6 +120,16 @@ class VirtualCache(Cache):
             raise RequestError("this cache has no manager before the model's first forward with it")
         return self._manager
 
+    @property
+    def max_cache_len(self) -> int:
+        """The most tokens a sequence may have."""
+        return self._max_cache_len
+
+    @property
+    def max_batch_size(self) -> int | None:
+        """The most sequences; None where the first update is still to tell."""
+        return self._max_batch_size
+
     def close(self) -> None:
         """Give the memory back. A second call does nothing."""
         self._closed = True
@@ -138,13 +148,13 @@ class VirtualCache(Cache):
         if self._manager is None:
             config_options = {name: value for name, value in self._options.items() if name in _CONFIG_OPTIONS}
             manager_options = {name: value for name, value in self._options.items() if name in _MANAGER_OPTIONS}
-            self.max_batch_size = self.max_batch_size or batch
+            self._max_batch_size = self._max_batch_size or batch
             self._check_batch(batch)
             config = KVCacheConfig(
                 num_layers=len(self.layers),
                 num_kv_heads=num_heads,
                 head_dim=head_dim,
-                max_batch_size=self.max_batch_size,
+                max_batch_size=self._max_batch_size,
                 max_context_tokens=self.max_cache_len,
                 dtype=states.dtype,
                 **config_options,
@@ -175,7 +185,7 @@ class VirtualCache(Cache):
         self._num_tokens = num_tokens
 
     def _check_batch(self, batch: int) -> None:
-        limit = cast(int, self.max_batch_size)
+        limit = cast(int, self._max_batch_size)
         if batch > limit:
             raise RequestError(
                 f"a batch of {batch} sequences exceeds max_batch_size={limit}; beams and returned sequences count, so "

@@ -108,7 +108,8 @@ class KVCacheManager:
         self.deferred_reclamation = deferred_reclamation
         self.scrub = scrub
         self._layout = CacheLayout.of(self.config, pool.page_group_bytes)
-        self._region = Region(pool, self.device, self._layout.num_places * pool.page_group_bytes)
+        size_bytes = self._layout.num_places * pool.page_group_bytes
+        self._region = Region(pool, self.device, size_bytes, owner="KVCacheManager")
         self._slots = SlotTable(self._layout)
         self._events: dict[int, list[torch.cuda.Event]] = {}  # of deferred slots: when the device has finished
         self._views: dict[tuple[int, bool], tuple[torch.Tensor, torch.Tensor]] = {}
@@ -155,7 +156,7 @@ class KVCacheManager:
         """
         with self._lock:
             self._check_usable("alloc_reqid")
-            if prompt_tokens is not None and not 0 <= prompt_tokens <= self.config.max_context_tokens:
+            if prompt_tokens is not None and not _is_index(prompt_tokens, self.config.max_context_tokens + 1):
                 raise RequestError(
                     f"prompt_tokens={prompt_tokens!r} must be 0 to "
                     f"max_context_tokens={self.config.max_context_tokens:,}"
@@ -265,7 +266,7 @@ class KVCacheManager:
         """
         with self._lock:
             self._check_open()
-            if not 0 <= index < self.config.num_layers:
+            if not _is_index(index, self.config.num_layers):
                 raise RequestError(f"layer {index!r} must be 0 to {self.config.num_layers - 1}")
             if (index, plain) not in self._views:
                 key, value = (
@@ -386,8 +387,7 @@ class KVCacheManager:
         check_not_capturing(self.device, what)
 
     def _check_active(self, reqid: int) -> None:
-        is_slot = not isinstance(reqid, bool) and isinstance(reqid, int | np.integer)
-        if not is_slot or not 0 <= reqid < self.config.max_batch_size:
+        if not _is_index(reqid, self.config.max_batch_size):
             raise RequestError(f"reqid={reqid!r} must be 0 to {self.config.max_batch_size - 1}")
         if self._slots.arrays.state[reqid] != SlotState.ACTIVE:
             raise RequestError(f"reqid={reqid} is not active: it was freed, or alloc_reqid never gave it out")
@@ -398,8 +398,13 @@ class KVCacheManager:
                 raise RequestError(
                     f"seq_lens lies on {seq_lens.device}; step needs it on the CPU (reading it would stall the device)"
                 )
+            if seq_lens.dtype.is_floating_point or seq_lens.dtype.is_complex:  # NumPy does not know all of them
+                raise RequestError(f"seq_lens has dtype {seq_lens.dtype}; it must hold integers")
             seq_lens = seq_lens.numpy()
-        lengths = np.asarray(seq_lens)
+        try:
+            lengths = np.asarray(seq_lens)
+        except ValueError as error:
+            raise RequestError(f"seq_lens is no list of integers: {error}") from error
         if lengths.shape != (self.config.max_batch_size,):
             raise RequestError(
                 f"seq_lens has shape {lengths.shape}; it must have one length for each of "
@@ -421,51 +426,53 @@ class KVCacheManager:
     # -- memory ---------------------------------------------------------------------------------------------------
 
     def _commit(self, ranges: npt.NDArray[np.int64], lengths: npt.NDArray[np.int64]) -> tuple[int, int]:
-        """Commit ranges, if need be with what deferred slots and surplus hold: page groups mapped, and short."""
+        """Commit ranges, if need be with what others hold: page groups mapped, and short even so."""
         space, region = self._region.space, self._region
         stream = region.streams.current()
-        for make_room in (self._reclaim, self._take_from_torch, None):
+        sources = iter((self._wait_for_the_dead, self._reclaim, self._take_from_torch, self._reclaim))
+        while True:
             try:
                 return space.commit(ranges, content=region.content, stream=stream), 0
             except Shortage as shortage:
                 missing = shortage.page_groups
-            if make_room is not None:
-                missing = make_room(missing, lengths)
-                if missing:
-                    break
-        return 0, missing
+            if not any(make_room(missing, lengths) for make_room in sources):  # goes on where it left off
+                return 0, missing - self._num_reclaimable(lengths)
 
-    def _reclaim(self, shortage: int, lengths: npt.NDArray[np.int64]) -> int:
-        """Get page groups back: deferred slots, oldest first, then surplus.
+    def _num_reclaimable(self, lengths: npt.NDArray[np.int64]) -> int:
+        """Page groups of deferred slots, and surplus."""
+        slots = self._slots
+        held = slots.page_groups(slots.in_state(SlotState.DEFERRED))
+        return int(held.sum() + slots.plan.surplus_ranges(slots.arrays, lengths, False)[:, 1].sum())
 
-        Returns
-        -------
-        int
-            Page groups that would still be missing, in which case nothing was done; 0 where trying again is worth it.
-        """
+    def _wait_for_the_dead(self, shortage: int, lengths: npt.NDArray[np.int64]) -> bool:
+        """Get back what was given up elsewhere, once the device has finished with it."""
+        is_any = graveyard.num_buried() > 0
         graveyard.drain()
+        return is_any
+
+    def _reclaim(self, shortage: int, lengths: npt.NDArray[np.int64]) -> bool:
+        """Get page groups back: deferred slots, oldest first, then surplus. Does nothing where that is not enough."""
+        if self._num_reclaimable(lengths) < shortage:
+            return False
         slots, plan = self._slots, self._slots.plan
         deferred = slots.deferred_oldest_first()
         held = slots.page_groups(deferred)
-        surplus = plan.surplus_ranges(slots.arrays, lengths, False)
-        missing = shortage - int(held.sum()) - int(surplus[:, 1].sum())
-        if missing > 0 and self.pool.capacity_bytes is not None:
-            return missing
         enough = int(np.searchsorted(np.cumsum(held), shortage)) + 1
         self._take_from(deferred[:enough])
-        if int(held.sum()) < shortage and len(surplus):
+        if int(held.sum()) < shortage:
             for event in self._region.streams.record():
                 event.synchronize()
+            surplus = plan.surplus_ranges(slots.arrays, lengths, False)
             self._region.decommit(surplus, forget_content=self.scrub)
             plan.surplus_ranges(slots.arrays, lengths, True)
-        return 0
+        return True
 
-    def _take_from_torch(self, shortage: int, lengths: npt.NDArray[np.int64]) -> int:
+    def _take_from_torch(self, shortage: int, lengths: npt.NDArray[np.int64]) -> bool:
         """Have torch give its cached memory back to the device, where that is what we share with it."""
         if self.device.type != "cuda" or self.pool.capacity_bytes is not None:
-            return shortage
+            return False
         torch.cuda.empty_cache()
-        return 0
+        return True
 
     def _take_from(self, deferred: npt.NDArray[np.int64]) -> None:
         """Unmap all that some deferred slots hold, once the device has finished with it."""
@@ -510,3 +517,8 @@ def _check_pool(pool: PagePool, device: torch.device, config: KVCacheConfig, cap
         raise ValueError(
             f"page_group_bytes={config.page_group_bytes} differs from the pool's {pool.page_group_bytes}; leave it out"
         )
+
+
+def _is_index(value: object, end: int) -> bool:
+    """Whether a value is an integer, NumPy's included, from 0 to `end` - 1."""
+    return isinstance(value, int | np.integer) and not isinstance(value, bool) and 0 <= int(value) < end

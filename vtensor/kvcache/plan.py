@@ -146,6 +146,7 @@ def surplus_ranges(slots: SlotArrays, seq_lens: Int64, cut: bool) -> Int64:
                     ranges[row, 0] = first_place + (buffer * batch + slot) * slot_places + needed
                     ranges[row, 1] = slots.high[group, slot] - needed
                     row += 1
-                if cut:
+                if cut:  # tokens whose memory goes are not held any more, whatever becomes of the step
                     slots.high[group, slot] = needed
+                    slots.seq_lens[slot] = min(tokens, slots.seq_lens[slot])
     return ranges[:row]
