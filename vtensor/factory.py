@@ -12,10 +12,8 @@ from typing import Any, get_args
 import torch
 
 from vtensor.allocator.page_pool import PagePool
-from vtensor.errors import ReservationError
 from vtensor.streams import device_name, resolve_device
 from vtensor.tensor import OnTouch, Region, VirtualTensor
-from vtensor.units import format_bytes
 
 __all__ = ["empty"]
 
@@ -88,8 +86,6 @@ def empty(
     if num_bytes == 0:
         nothing = torch.empty(shape, dtype=dtype, device=where, requires_grad=requires_grad)
         return VirtualTensor.wrap(nothing, None, on_touch)
-    if False:
-        raise ReservationError(f"size={shape} is {format_bytes(num_bytes)}, more than there are addresses")
     region = Region(pool or _default_pool(where), where, num_bytes)
     strides = tuple(math.prod(shape[dim + 1 :]) for dim in range(len(shape)))
     tensor = VirtualTensor.wrap(region.view(dtype, 0, shape, strides), region, on_touch)

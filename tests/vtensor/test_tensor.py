@@ -568,6 +568,27 @@ def test_a_pool_serves_several_tensors(device: str) -> None:
     assert pool.stats().total_page_groups == 4
 
 
+class _Waiting:
+    """An event that passes once somebody waits for it."""
+
+    is_passed = False
+
+    def query(self) -> bool:
+        return self.is_passed
+
+    def synchronize(self) -> None:
+        self.is_passed = True
+
+
+def test_a_shortage_waits_for_dying_memory(device: str) -> None:
+    pool = small_pool(device, 2)
+    dying, x = (vt.empty(2, page(device) // 4, device=device, pool=pool) for _ in range(2))
+    space = dying.commit()._region.space  # type: ignore[union-attr]
+    graveyard.bury([_Waiting()], lambda: space.decommit(np.array([[0, 2]], np.int64), forget_content=False))
+    x.commit()
+    assert (x.resident_bytes, dying.resident_bytes) == (2 * page(device), 0)
+
+
 def test_recycled_memory_reads_as_zero(device: str) -> None:
     pool = small_pool(device, 2)
     for _ in range(4):
