@@ -138,7 +138,6 @@ CASES: list[tuple[str, Callable[[Rig], int], int]] = [
     ("map unaligned", lambda r: r.map(0, r.handle(), shift=r.size // 2), INVALID_VALUE),
     ("map nothing", lambda r: r.map(0, r.handle(), 0), INVALID_VALUE),
     ("map outside", lambda r: r.map(r.nowhere, r.handle()), INVALID_VALUE),
-    ("map across its end", lambda r: r.map(NUM_PLACES - 1, r.handle(2), 2), INVALID_VALUE),
     ("map at address 0", lambda r: r.map(0, r.handle(), shift=-r.base), INVALID_VALUE),
     ("map over a mapping", lambda r: r.mapped(0) and r.map(0, r.handle()), INVALID_VALUE),
     ("map over a mapping's end", lambda r: r.mapped(0, 2) and r.map(1, r.handle(2), 2), INVALID_VALUE),
@@ -151,7 +150,6 @@ CASES: list[tuple[str, Callable[[Rig], int], int]] = [
     ("map more than the handle", lambda r: r.map(0, r.handle(), 2), NOT_SUPPORTED),
     ("map a handle twice", lambda r: r.map(1, r.mapped(0)), SUCCESS),
     ("open nothing", lambda r: r.access(0), INVALID_VALUE),
-    ("open a range with a hole", lambda r: r.mapped(0) and r.mapped(2) and r.access(0, 3), INVALID_VALUE),
     ("open a range that ends in a hole", lambda r: r.mapped(0) and r.access(0, 2), INVALID_VALUE),
     ("open no bytes", lambda r: r.mapped(0) and r.access(0, 0), INVALID_VALUE),
     ("open a mapping's start", lambda r: r.mapped(0, 2) and r.access(0), INVALID_VALUE),
@@ -170,7 +168,6 @@ CASES: list[tuple[str, Callable[[Rig], int], int]] = [
     ("unmap no bytes", lambda r: r.mapped(0) and r.unmap(0, 0), INVALID_VALUE),
     ("unmap unaligned", lambda r: r.mapped(0, 2) and r.unmap(0, shift=r.size // 2), INVALID_VALUE),
     ("unmap outside", lambda r: r.unmap(r.nowhere), INVALID_VALUE),
-    ("unmap across the end", lambda r: r.unmap(NUM_PLACES - 1, 2), INVALID_VALUE),
     ("free with a live mapping", lambda r: r.mapped(3) and r.free(r.base), INVALID_VALUE),
     ("free a half", lambda r: r.free(r.base, NUM_PLACES // 2), INVALID_VALUE),
     ("free an inner range", lambda r: r.free(r.at(1), 1), INVALID_VALUE),
@@ -181,10 +178,23 @@ CASES: list[tuple[str, Callable[[Rig], int], int]] = [
     ("release while mapped", lambda r: r.release(r.mapped(0)), SUCCESS),
     ("release 0", lambda r: r.release(0), INVALID_VALUE),
 ]
+# Where the host is stricter. CUDA (driver 580) looks at the ends of a range only, and not at the reservation's, so that
+# these succeed where the addresses behind it happen to be reserved too. What passes on the host passes on CUDA.
+HOST_CASES: list[tuple[str, Callable[[Rig], int], int]] = [
+    ("map across its end", lambda r: r.map(NUM_PLACES - 1, r.handle(2), 2), INVALID_VALUE),
+    ("open a range with a hole", lambda r: r.mapped(0) and r.mapped(2) and r.access(0, 3), INVALID_VALUE),
+    ("unmap across the end", lambda r: r.unmap(NUM_PLACES - 1, 2), INVALID_VALUE),
+]
 
 
 @pytest.mark.parametrize(("do", "expected"), [pytest.param(do, code, id=name) for name, do, code in CASES])
 def test_one_call(rig: Rig, do: Callable[[Rig], int], expected: int) -> None:
+    assert do(rig) == expected
+
+
+@pytest.mark.parametrize("device", ["cpu"])
+@pytest.mark.parametrize(("do", "expected"), [pytest.param(do, code, id=name) for name, do, code in HOST_CASES])
+def test_one_call_where_the_host_is_stricter(rig: Rig, do: Callable[[Rig], int], expected: int) -> None:
     assert do(rig) == expected
 
 
