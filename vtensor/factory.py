@@ -12,8 +12,9 @@ from typing import Any, get_args
 import torch
 
 from vtensor.allocator.page_pool import PagePool
+from vtensor.region import Region
 from vtensor.streams import device_name, resolve_device
-from vtensor.tensor import OnTouch, Region, VirtualTensor
+from vtensor.tensor import OnTouch, VirtualTensor
 
 __all__ = ["empty"]
 

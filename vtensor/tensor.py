@@ -4,10 +4,7 @@ from __future__ import annotations
 
 import copy
 import os
-import weakref
 from collections.abc import Callable, Iterator
-from enum import Enum
-from functools import cache
 from types import EllipsisType
 from typing import Any, Literal, cast
 
@@ -15,172 +12,15 @@ import numpy as np
 import numpy.typing as npt
 import torch
 
-from vtensor.allocator import graveyard
-from vtensor.allocator.address_space import AddressSpace, Shortage, out_of_pages
-from vtensor.allocator.page_pool import PagePool
-from vtensor.errors import ClosedError, UnmappedAccessError, VTensorError
+from vtensor.effects import Effect, effect_of, out_names
+from vtensor.errors import UnmappedAccessError, VTensorError
 from vtensor.footprint import footprint
-from vtensor.streams import StreamUse, check_not_capturing
+from vtensor.region import Region
 from vtensor.units import format_bytes
 
-__all__ = ["OnTouch", "Region", "VirtualTensor"]
+__all__ = ["OnTouch", "VirtualTensor"]
 
 OnTouch = Literal["commit", "raise"]
-
-
-class Region:
-    """Reserved addresses as one torch storage, with the streams that use it.
-
-    The memory lives as long as the *storage*, that is as long as any view of it, plain or virtual, and not as long as
-    any tensor object: a `detach` in inference mode drops the tensor that one would have tied it to.
-    """
-
-    def __init__(self, pool: PagePool, device: torch.device, size_bytes: int, *, owner: str = "") -> None:
-        graveyard.sweep()
-        self.space = AddressSpace(pool, size_bytes)
-        self.device = device
-        self.owner = owner  # who alone commits and decommits; empty: every view may
-        self.process_id = os.getpid()
-        self.streams = StreamUse(device)
-        self.content = pool.new_content()
-        self.decommit_epoch = 0
-        # Streams that may still be zeroing what they committed, and the event after it; by the event's id.
-        self._zeroing: dict[int, tuple[int, Any]] = {}
-        storage = torch._C._construct_storage_from_data_pointer(self.space.base, device, self.space.size_bytes)
-        self._release = weakref.finalize(storage, _bury, self.space, self.streams, os.getpid())
-        self._release.atexit = False  # at exit the process takes everything down at once
-        self._storage = weakref.ref(storage)
-        self._bytes: torch.Tensor | None = torch.empty(0, dtype=torch.uint8, device=device).set_(storage)
-
-    def view(self, dtype: torch.dtype, offset: int, shape: tuple[int, ...], strides: tuple[int, ...]) -> torch.Tensor:
-        """A plain tensor over the region; sizes, strides and offset in elements."""
-        if self._bytes is None:
-            raise ClosedError("this memory was closed")
-        return torch.empty(0, dtype=dtype, device=self.device).set_(
-            self._bytes.untyped_storage(), offset, shape, strides
-        )
-
-    @property
-    def is_viewed(self) -> bool:
-        """Whether a tensor, plain or virtual, still uses the storage."""
-        return self._release.alive
-
-    def drop(self) -> None:
-        """Let go of the storage; the memory goes back once no view is left and the device has finished."""
-        self._bytes = None
-
-    def commit(self, ranges: npt.NDArray[np.int64], what: str) -> int:
-        """Commit page groups, in the order of the current stream; waits for dying memory before it gives up.
-
-        Raises
-        ------
-        OutOfPagesError
-            Not enough page groups; nothing was changed.
-        """
-        check_not_capturing(self.device, f"committing memory for {what}")
-        graveyard.sweep()
-        stream = self.streams.current()
-        try:
-            num_mapped = self.space.commit(ranges, content=self.content, stream=stream)
-        except Shortage:
-            graveyard.drain()
-            try:
-                num_mapped = self.space.commit(ranges, content=self.content, stream=stream)
-            except Shortage as shortage:
-                raise out_of_pages(self.space, what, shortage) from None
-        if num_mapped and self.device.type == "cuda":
-            event = torch.cuda.current_stream(self.device).record_event()
-            self._zeroing[id(event)] = stream, event
-        return num_mapped
-
-    def use(self) -> None:
-        """Note the current stream as a user, and let it wait until other streams have zeroed what they committed.
-
-        Neighbours in a page group need not know of each other: whose stream commits it must not zero it afterwards. A
-        capture waits for nothing, since torch starts it on an idle device.
-        """
-        current = self.streams.current()
-        if self._zeroing and not torch.cuda.is_current_stream_capturing():
-            for key, (stream, event) in list(self._zeroing.items()):
-                if event.query():
-                    self._zeroing.pop(key, None)
-                elif stream != current:
-                    torch.cuda.current_stream(self.device).wait_event(event)
-
-    def decommit(self, ranges: npt.NDArray[np.int64], *, forget_content: bool) -> None:
-        """Take page groups away, with which the device has finished; views check again what they can reach."""
-        try:
-            self.space.decommit(ranges, forget_content=forget_content)
-        finally:
-            self.decommit_epoch += 1  # afterwards: a view that looks meanwhile must look again
-
-
-def _bury(space: AddressSpace, streams: StreamUse, process_id: int) -> None:
-    """Give up the memory of a dead storage as soon as the device has finished with it."""
-    if os.getpid() != process_id:
-        return  # a forked child must not touch the parent's memory
-    if streams.device.type == "cpu":
-        space.close()
-    elif torch.cuda.is_current_stream_capturing():
-        graveyard.bury(streams.record, space.close)
-    else:
-        graveyard.bury(streams.record(), space.close)
-        graveyard.sweep()
-
-
-class _Effect(Enum):
-    COMPOSITE = "is made of other operators"
-    VIEW = "returns views, reads nothing"
-    RESHAPE = "makes its first argument another view, reads nothing"
-    METADATA = "reads and writes nothing"
-    ACCESS = "reads or writes its arguments"
-    REFUSED = "would move the tensor away from its addresses"
-
-
-_METADATA_OPERATORS = {
-    "aten::empty_like",
-    "aten::full_like",
-    "aten::is_pinned",
-    "aten::is_same_size",
-    "aten::new_empty",
-    "aten::new_empty_strided",
-    "aten::new_full",
-    "aten::new_ones",
-    "aten::new_zeros",
-    "aten::ones_like",
-    "aten::rand_like",
-    "aten::randint_like",
-    "aten::randn_like",
-    "aten::zeros_like",
-}
-_VIEW_OPERATORS = {"aten::unsafe_split", "aten::unsafe_split_with_sizes", "aten::_unsafe_view"}  # not in their schemas
-_REFUSED_OPERATORS = {"aten::resize_", "aten::resize_as_", "aten::set_", "aten::record_stream"}
-
-
-@cache
-def _effect(func: Any) -> _Effect:
-    """What an operator does to the memory of its arguments, from its schema."""
-    name = func._schema.name
-    if name in _REFUSED_OPERATORS:
-        return _Effect.REFUSED
-    if func._can_decompose():
-        return _Effect.COMPOSITE  # inference mode leaves them whole, and reshape, to, contiguous may view or may copy
-    if name in _METADATA_OPERATORS:
-        return _Effect.METADATA
-    if torch.Tag.inplace_view in func.tags:
-        return _Effect.RESHAPE
-    if name in _VIEW_OPERATORS:
-        return _Effect.VIEW
-    aliases = [value.alias_info for value in func._schema.returns]
-    if aliases and all(alias is not None and not alias.is_write for alias in aliases):
-        return _Effect.VIEW
-    return _Effect.ACCESS
-
-
-@cache
-def _out_names(func: Any) -> tuple[str, ...]:
-    """The ``out=`` arguments of an operator."""
-    return tuple(argument.name for argument in func._schema.arguments if argument.is_out)
 
 
 def _all_tensors(arguments: Any) -> Iterator[torch.Tensor]:
@@ -255,15 +95,15 @@ class VirtualTensor(torch.Tensor):
     ) -> Any:
         """Run an operator below autograd, once its memory is there."""
         kwargs = kwargs or {}
-        effect = _effect(func)
-        if effect is _Effect.COMPOSITE:
+        effect = effect_of(func)
+        if effect is Effect.COMPOSITE:
             return func.decompose(*args, **kwargs)
-        if effect is _Effect.ACCESS:
+        if effect is Effect.ACCESS:
             for tensor in _virtual_tensors((*args, *kwargs.values())):
                 tensor._touch(func)
-            if kwargs and any(True for _ in _virtual_tensors(kwargs.get(name) for name in _out_names(func))):
+            if kwargs and any(True for _ in _virtual_tensors(kwargs.get(name) for name in out_names(func))):
                 return _write_out(func, args, kwargs)
-        elif effect is _Effect.REFUSED:
+        elif effect is Effect.REFUSED:
             raise VTensorError(
                 f"{func} is not for virtual tensors: their storage never moves; use .plain() or a copy (.clone())"
             )
@@ -271,9 +111,9 @@ class VirtualTensor(torch.Tensor):
             result = func(*args, **kwargs)
         parent = args[0] if args else None
         if isinstance(parent, VirtualTensor):
-            if effect is _Effect.RESHAPE:
+            if effect is Effect.RESHAPE:
                 parent._seen_epoch = -1
-            elif effect is _Effect.VIEW:
+            elif effect is Effect.VIEW:
                 return _map_tensors(lambda view: VirtualTensor.wrap(view, parent._region, parent._on_touch), result)
         return result
 
@@ -476,7 +316,7 @@ def _map_tensors(function: Callable[[torch.Tensor], torch.Tensor], result: Any) 
 
 def _write_out(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
     """Call an operator with ``out=``, which torch resizes where it does not fit: here, into what has no memory."""
-    names = [name for name in _out_names(func) if name in kwargs]
+    names = [name for name in out_names(func) if name in kwargs]
     with torch._C._DisableTorchDispatch():
         stand_ins = {name: _map_tensors(_stand_in, kwargs[name]) for name in names}
         try:

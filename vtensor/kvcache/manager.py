@@ -22,8 +22,9 @@ from vtensor.kvcache.config import KVCacheConfig
 from vtensor.kvcache.layout import CacheLayout
 from vtensor.kvcache.slots import SlotState, SlotTable
 from vtensor.kvcache.stats import KVCacheStats, SlotResidency, StepResult
+from vtensor.region import Region
 from vtensor.streams import check_not_capturing, device_name, resolve_device
-from vtensor.tensor import Region, VirtualTensor
+from vtensor.tensor import VirtualTensor
 
 __all__ = ["KVCacheManager"]
 

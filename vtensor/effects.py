@@ -1,0 +1,68 @@
+"""Effects: what an operator does to the memory of its arguments, from its schema."""
+
+from __future__ import annotations
+
+from enum import Enum
+from functools import cache
+from typing import Any
+
+import torch
+
+__all__ = ["Effect", "effect_of", "out_names"]
+
+
+class Effect(Enum):
+    """What an operator does to the memory of its arguments."""
+
+    COMPOSITE = "is made of other operators"
+    VIEW = "returns views, reads nothing"
+    RESHAPE = "makes its first argument another view, reads nothing"
+    METADATA = "reads and writes nothing"
+    ACCESS = "reads or writes its arguments"
+    REFUSED = "would move the tensor away from its addresses"
+
+
+_METADATA_OPERATORS = {
+    "aten::empty_like",
+    "aten::full_like",
+    "aten::is_pinned",
+    "aten::is_same_size",
+    "aten::new_empty",
+    "aten::new_empty_strided",
+    "aten::new_full",
+    "aten::new_ones",
+    "aten::new_zeros",
+    "aten::ones_like",
+    "aten::rand_like",
+    "aten::randint_like",
+    "aten::randn_like",
+    "aten::zeros_like",
+}
+_VIEW_OPERATORS = {"aten::unsafe_split", "aten::unsafe_split_with_sizes", "aten::_unsafe_view"}  # not in their schemas
+_REFUSED_OPERATORS = {"aten::resize_", "aten::resize_as_", "aten::set_", "aten::record_stream"}
+
+
+@cache
+def effect_of(func: Any) -> Effect:
+    """What an operator does to the memory of its arguments, from its schema."""
+    name = func._schema.name
+    if name in _REFUSED_OPERATORS:
+        return Effect.REFUSED
+    if func._can_decompose():
+        return Effect.COMPOSITE  # inference mode leaves them whole, and reshape, to, contiguous may view or may copy
+    if name in _METADATA_OPERATORS:
+        return Effect.METADATA
+    if torch.Tag.inplace_view in func.tags:
+        return Effect.RESHAPE
+    if name in _VIEW_OPERATORS:
+        return Effect.VIEW
+    aliases = [value.alias_info for value in func._schema.returns]
+    if aliases and all(alias is not None and not alias.is_write for alias in aliases):
+        return Effect.VIEW
+    return Effect.ACCESS
+
+
+@cache
+def out_names(func: Any) -> tuple[str, ...]:
+    """The ``out=`` arguments of an operator."""
+    return tuple(argument.name for argument in func._schema.arguments if argument.is_out)
