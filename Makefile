@@ -70,10 +70,6 @@ clean: ## remove all that make made, .venv too
 	rm -rf .venv .venv.old build dist vtensor.egg-info .hypothesis .mypy_cache .pytest_cache .ruff_cache
 	find . -name __pycache__ -type d -prune -exec rm -rf {} +
 
-.PHONY: clean-cache
-clean-cache: ## forget compiled functions (after a change to allocator/native.py)
-	find allocator vtensor \( -name "*.nbi" -o -name "*.nbc" \) -delete
-
 .PHONY: help
 help: ## this list
 	@awk -F ':.*## ' '/^##@/ { printf "\n%s\n", substr($$0, 5) } \

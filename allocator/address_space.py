@@ -5,6 +5,7 @@ from __future__ import annotations
 import os
 import threading
 import weakref
+from collections.abc import Callable
 from typing import TYPE_CHECKING, Any
 
 import numpy as np
@@ -13,7 +14,7 @@ import numpy.typing as npt
 from vtensor.allocator.driver import Call
 from vtensor.allocator.page_pool import PagePool
 from vtensor.allocator.reservation import Reservation
-from vtensor.errors import ClosedError, DriverError, OutOfPagesError, VTensorError
+from vtensor.errors import ClosedError, OutOfPagesError, ReservationError, VTensorError
 from vtensor.units import format_bytes, round_up
 
 if TYPE_CHECKING:
@@ -66,16 +67,26 @@ class AddressSpace:
         self.num_places = self.reservation.size_bytes // pool.page_group_bytes
         self._plan: Any = plan
         self._lock = threading.RLock()
-        self.arrays = plan.SpaceArrays(
-            header=np.zeros(8, np.int64),
-            table=sparse_array(self.num_places, np.int32),
-            read_only=sparse_array(self.num_places, np.int8),
-            base=self.reservation.base,
-        )
-        # Load now what closing needs: at the system's limit of mappings LLVM can load nothing, and aborts the process.
-        nothing, outcome = np.zeros((0, 2), np.int64), np.zeros(plan.OUTCOME_WORDS, np.int64)
-        plan.decommit(pool.arrays, self.arrays, nothing, False, outcome)
-        pool.adopt(self)
+        try:
+            self.arrays = plan.SpaceArrays(
+                header=np.zeros(plan.SPACE_HEADER_WORDS, np.int64),
+                table=sparse_array(self.num_places, np.int32),
+                read_only=sparse_array(self.num_places, np.int8),
+                base=self.reservation.base,
+            )
+            self.arrays.header[plan.FIRST_MAPPED] = self.num_places
+            # Load now what closing needs: where no mapping can be made any more, LLVM could not, and would abort.
+            nothing, outcome = np.zeros((0, 2), np.int64), np.zeros(plan.OUTCOME_WORDS, np.int64)
+            plan.decommit(pool.arrays, self.arrays, nothing, False, outcome)
+            pool.adopt(self)
+        except BaseException as error:
+            self.reservation.close()
+            if isinstance(error, OSError):
+                raise ReservationError(
+                    f"no memory for the table of {self.num_places:,} places in {format_bytes(size_bytes)} of "
+                    f"addresses: {error}; see vm.overcommit_memory, or ask for less"
+                ) from error
+            raise
         pool.count_call(Call.RESERVE)
         # A space that nobody closes gives everything back when it dies; at exit the process does that.
         self._finalizer = weakref.finalize(self, _give_up, pool, self.arrays, self.reservation, os.getpid())
@@ -116,15 +127,22 @@ class AddressSpace:
         self.pool.check_open()
 
     def mapped_page_groups(self) -> npt.NDArray[np.int32]:
-        """Page groups in the order of their places; a page group mapped twice comes twice."""
+        """Page groups in the order of their places; a page group mapped twice comes twice. Reads the whole table."""
         table = self.arrays.table
         return table[table > 0] - 1
 
     def count_missing(self, ranges: Ranges) -> int:
-        """Places without a page group in ranges of places, rows of (first, count)."""
-        return int(self._plan.count_missing(self.arrays, ranges))
+        """Places without a page group in ranges of places, rows of (first, count).
 
-    def commit(self, ranges: Ranges, *, content: int, stream: int = 0) -> int:
+        Waits for a commit that another thread is at: a place counts as mapped once it is also zeroed, in the order of
+        that commit's stream.
+        """
+        with self._lock:
+            return int(self._plan.count_missing(self.arrays, ranges))
+
+    def commit(
+        self, ranges: Ranges, *, content: int, stream: int = 0, on_mapped: Callable[[], None] | None = None
+    ) -> int:
         """Put a page group below every empty place of the ranges: all of them, or none.
 
         Parameters
@@ -135,6 +153,8 @@ class AddressSpace:
             The caller's mark (`PagePool.new_content`); page groups that last held something else are zeroed.
         stream : int
             Raw handle of the stream in whose order they are zeroed.
+        on_mapped : callable, optional
+            Called if anything was mapped, before any other thread sees it.
 
         Returns
         -------
@@ -156,13 +176,15 @@ class AddressSpace:
             if outcome[self._plan.SHORTFALL]:
                 raise Shortage(int(outcome[self._plan.SHORTFALL]))
             _check_outcome(self.pool, outcome)
-            dirty = runs[runs[:, 2] == 1]
+            driver, size = self.pool.driver, self.page_group_bytes
             try:
-                for first, count, _ in dirty:
-                    self.pool.driver.zero(
-                        self.base + int(first) * self.page_group_bytes, int(count) * self.page_group_bytes, stream
-                    )
-            except DriverError:
+                for first, count, is_dirty in runs.tolist():
+                    if is_dirty:
+                        driver.zero(self.base + first * size, count * size, stream)
+                if on_mapped is not None and len(runs):
+                    on_mapped()
+            except BaseException:  # an interrupt, too: what holds somebody else's data must not stay
+                driver.finish(stream)
                 self.decommit(np.ascontiguousarray(runs[:, :2]), forget_content=True)
                 raise
             return int(outcome[self._plan.NUM_CHANGED])
@@ -261,7 +283,8 @@ def _take_down(pool: PagePool, arrays: SpaceArrays, reservation: Reservation) ->
 
     if arrays.header[plan.NUM_MAPPED]:
         outcome = np.zeros(plan.OUTCOME_WORDS, np.int64)
-        plan.decommit(pool.arrays, arrays, np.array([[0, len(arrays.table)]], np.int64), False, outcome)
+        first, end = int(arrays.header[plan.FIRST_MAPPED]), int(arrays.header[plan.END_MAPPED])
+        plan.decommit(pool.arrays, arrays, np.array([[first, end - first]], np.int64), False, outcome)
         _check_outcome(pool, outcome)
     reservation.close()
     pool.count_call(Call.FREE)

@@ -9,26 +9,78 @@ This module is imported on first use only, never by ``import vtensor``: numba ta
 
 from __future__ import annotations
 
+import hashlib
 import mmap
 from collections.abc import Callable
+from pathlib import Path
 from typing import Any, TypeVar, cast
 
 import numpy as np
 import numpy.typing as npt
 from llvmlite import ir
 from numba import carray, njit, types
+from numba.core import sigutils
+from numba.core.ccallback import CFunc
 from numba.extending import intrinsic
 
-__all__ = ["call", "compiled", "int32_at", "int64_at", "lock", "sparse_array", "symbol_address", "unlock"]
+__all__ = [
+    "SOURCES_STAMP",
+    "call",
+    "callback",
+    "compiled",
+    "int32_at",
+    "int64_at",
+    "lock",
+    "sparse_array",
+    "symbol_address",
+    "unlock",
+]
 
 Function = TypeVar("Function", bound=Callable[..., Any])
 _WORD = ir.IntType(64)
 _MAP_NORESERVE = 0x4000  # Linux; in the mmap module from Python 3.13 on
 
 
+def _sources_stamp() -> str:
+    """A digest of all sources that compiled code is made of."""
+    root = Path(__file__).resolve().parent
+    digest = hashlib.sha256()
+    for path in sorted(root.rglob("*.py")):
+        digest.update(path.read_bytes())
+    return digest.hexdigest()
+
+
+SOURCES_STAMP = _sources_stamp()
+
+
+def _depend_on_sources(function: Any) -> None:
+    """Have numba's cache forget a function when any source of this package changes.
+
+    By itself it looks at the file that the function is written in only, while constants (numbers of calls, say) and
+    functions of other files are compiled into it: after an upgrade, one driver call could be taken for another.
+    """
+    cache_file = function._cache._cache_file
+    cache_file._source_stamp = (SOURCES_STAMP, cache_file._source_stamp)
+
+
 def compiled(function: Function) -> Function:
     """Compile `function` for use from any thread without the GIL."""
-    return cast(Function, njit(nogil=True, cache=True, error_model="numpy")(function))
+    dispatcher = njit(nogil=True, cache=True, error_model="numpy")(function)
+    _depend_on_sources(dispatcher)
+    return cast(Function, dispatcher)
+
+
+def callback(signature: str) -> Callable[[Callable[..., int]], Any]:
+    """Compile a function to a C function of that signature: numba's `cfunc`, with the cache of `compiled`."""
+
+    def compile_it(function: Callable[..., int]) -> Any:
+        made = CFunc(function, sigutils.normalize_signature(signature), locals={}, options={})
+        made.enable_caching()
+        _depend_on_sources(made)
+        made.compile()
+        return made
+
+    return compile_it
 
 
 @intrinsic

@@ -10,8 +10,10 @@ from typing import TYPE_CHECKING, Any, Protocol
 
 import numpy as np
 import numpy.typing as npt
+import torch
 
 from vtensor.allocator.driver import Call, get_driver
+from vtensor.devices import device_name, resolve_device
 from vtensor.errors import ClosedError, VTensorError
 from vtensor.units import format_bytes
 
@@ -55,8 +57,8 @@ class PagePool:
 
     Parameters
     ----------
-    device : str
-        ``"cpu"`` or ``"cuda:<index>"``.
+    device : torch.device or str, optional
+        A CPU or a CUDA device; None is torch's default device.
     capacity_bytes : int, optional
         The most memory that the pool may hold. None: as much as the device gives.
     page_group_bytes : int, optional
@@ -70,8 +72,14 @@ class PagePool:
         The device is not there.
     """
 
-    def __init__(self, device: str, *, capacity_bytes: int | None = None, page_group_bytes: int | None = None) -> None:
-        self.driver = get_driver(device)
+    def __init__(
+        self,
+        device: torch.device | str | None = None,
+        *,
+        capacity_bytes: int | None = None,
+        page_group_bytes: int | None = None,
+    ) -> None:
+        self.driver = get_driver(device_name(resolve_device(device)))
         self.page_group_bytes = _checked_page_group_bytes(page_group_bytes, self.driver)
         self.capacity_bytes = capacity_bytes
         self.closed = False

@@ -22,16 +22,18 @@ from vtensor.allocator.native import call, compiled, lock, unlock
 __all__ = [
     "CAPACITY",
     "CODE",
+    "END_MAPPED",
     "FAILED_CALL",
+    "FIRST_MAPPED",
     "NUM_CALLS",
     "NUM_CHANGED",
     "NUM_FREE",
     "NUM_MAPPED",
-    "NUM_RUNS",
     "NUM_STUCK",
     "NUM_TOTAL",
     "OUTCOME_WORDS",
     "SHORTFALL",
+    "SPACE_HEADER_WORDS",
     "UNLIMITED",
     "PoolArrays",
     "SpaceArrays",
@@ -52,10 +54,11 @@ CAPACITY, NUM_TOTAL, NUM_FREE, NUM_VACANT, NEXT_INDEX = 8, 9, 10, 11, 12
 NUM_CALLS = 16  # one counter for each Call
 HEADER_WORDS = 32
 UNLIMITED = -1
-# Words of a space's header.
-NUM_MAPPED = 0
+# Words of a space's header; all that is mapped lies in the places FIRST_MAPPED .. END_MAPPED - 1.
+NUM_MAPPED, FIRST_MAPPED, END_MAPPED = 0, 1, 2
+SPACE_HEADER_WORDS = 8
 # Words of an outcome.
-NUM_CHANGED, SHORTFALL, FAILED_CALL, CODE, NUM_STUCK, NUM_RUNS = 0, 1, 2, 3, 4, 5
+NUM_CHANGED, SHORTFALL, FAILED_CALL, CODE, NUM_STUCK = 0, 1, 2, 3, 4
 OUTCOME_WORDS = 8
 _NOTHING = 0  # an empty place in a space's table
 _ALL_MAPPED = -1
@@ -285,6 +288,8 @@ def _record(space: SpaceArrays, first: int, groups: Int32, read_only: bool) -> N
         if read_only:
             space.read_only[first + index] = 1
     space.header[NUM_MAPPED] += len(groups)
+    space.header[FIRST_MAPPED] = min(space.header[FIRST_MAPPED], first)
+    space.header[END_MAPPED] = max(space.header[END_MAPPED], first + len(groups))
 
 
 @compiled
@@ -384,7 +389,7 @@ def commit(pool: PoolArrays, space: SpaceArrays, ranges: Int64, content: int, ou
             if pool.content[group] not in (content, ZEROS):
                 runs[row, 2] = 1
             pool.content[group] = content
-    outcome[NUM_CHANGED], outcome[NUM_RUNS] = len(groups), len(runs)
+    outcome[NUM_CHANGED] = len(groups)
     return runs
 
 
@@ -411,7 +416,6 @@ def decommit(pool: PoolArrays, space: SpaceArrays, ranges: Int64, forget_content
                 pool.content[group] = UNKNOWN_CONTENT
         release(pool, groups)
         outcome[NUM_CHANGED] += len(groups)
-    outcome[NUM_RUNS] = len(runs)
 
 
 @compiled
@@ -436,7 +440,7 @@ def alias(
     unlock(pool.header.ctypes.data)
     num_stuck = _map_run(pool, space, first, groups, not writable, outcome)
     if num_stuck == _ALL_MAPPED:
-        outcome[NUM_CHANGED], outcome[NUM_RUNS] = count, 1
+        outcome[NUM_CHANGED] = count
     else:
         release(pool, groups[num_stuck:])
         outcome[NUM_STUCK] = num_stuck

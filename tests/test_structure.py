@@ -36,14 +36,14 @@ LAYERS = [
     ["vtensor.triton_kernels"],
     ["vtensor.factory"],
     ["vtensor.tensor"],
-    ["vtensor.region", "vtensor.effects"],
+    ["vtensor.region", "vtensor.effects", "vtensor.streams"],
     ["vtensor.allocator", "vtensor.allocator.pluggable", "vtensor.allocator.mapper"],
     ["vtensor.allocator.address_space", "vtensor.allocator.graveyard"],
     ["vtensor.allocator.page_pool", "vtensor.allocator.reservation"],
     ["vtensor.allocator.plan"],
     ["vtensor.allocator.driver", "vtensor.allocator.native"],
-    ["vtensor.footprint", "vtensor.streams"],
-    ["vtensor.errors", "vtensor.units"],
+    ["vtensor.footprint"],
+    ["vtensor.devices", "vtensor.errors", "vtensor.units"],
 ]
 EXACT = {"vtensor", "vtensor.allocator"}  # their contents lie in several layers; a new module must name its own
 

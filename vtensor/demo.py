@@ -16,12 +16,12 @@ from rich.progress_bar import ProgressBar
 from rich.table import Table
 from rich.text import Text
 
+from vtensor.devices import resolve_device
 from vtensor.integrations.hub import check_memory, find_model, load_model
 from vtensor.kvcache import KVCacheConfig, KVCacheManager, KVCacheStats, SlotState
 from vtensor.kvcache.config import Layout
 from vtensor.observe.comparison import count_dynamic, render_bytes
 from vtensor.observe.residency import render_residency
-from vtensor.streams import resolve_device
 from vtensor.units import ceil_div, format_bytes
 
 __all__ = ["PROMPTS", "run"]

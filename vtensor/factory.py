@@ -12,23 +12,33 @@ from typing import Any, get_args
 import torch
 
 from vtensor.allocator.page_pool import PagePool
+from vtensor.devices import device_name, resolve_device
 from vtensor.region import Region
-from vtensor.streams import device_name, resolve_device
 from vtensor.tensor import OnTouch, VirtualTensor
 
 __all__ = ["empty"]
 
-_pools: dict[tuple[int, str], PagePool] = {}
+_pools: dict[str, PagePool] = {}
 _lock = threading.Lock()
+
+
+def _forget() -> None:
+    """In a forked child: pools are the parent's, and so is a lock that another of its threads held."""
+    global _pools, _lock, _inherited
+    _inherited, _pools, _lock = _pools, {}, threading.Lock()
+
+
+_inherited: dict[str, PagePool] = {}  # kept alive in a child, where they can serve nobody
+os.register_at_fork(after_in_child=_forget)
 
 
 def _default_pool(device: torch.device) -> PagePool:
     """The pool of tensors that name none: one a device, of no fixed capacity."""
-    key = (os.getpid(), device_name(device))  # a forked child makes its own
+    name = device_name(device)
     with _lock:
-        if key not in _pools:
-            _pools[key] = PagePool(key[1])
-        return _pools[key]
+        if name not in _pools:
+            _pools[name] = PagePool(name)
+        return _pools[name]
 
 
 def empty(

@@ -3,8 +3,8 @@
 from __future__ import annotations
 
 import os
+import threading
 import weakref
-from typing import Any
 
 import numpy as np
 import numpy.typing as npt
@@ -14,7 +14,7 @@ from vtensor.allocator import graveyard
 from vtensor.allocator.address_space import AddressSpace, Shortage, out_of_pages
 from vtensor.allocator.page_pool import PagePool
 from vtensor.errors import ClosedError
-from vtensor.streams import StreamUse, check_not_capturing
+from vtensor.streams import DeviceEvent, StreamUse, check_not_capturing, is_capturing
 
 __all__ = ["Region"]
 
@@ -27,7 +27,8 @@ class Region:
     """
 
     def __init__(self, pool: PagePool, device: torch.device, size_bytes: int, *, owner: str = "") -> None:
-        graveyard.sweep()
+        if not is_capturing(device):
+            graveyard.sweep()
         self.space = AddressSpace(pool, size_bytes)
         self.device = device
         self.owner = owner  # who alone commits and decommits; empty: every view may
@@ -35,12 +36,12 @@ class Region:
         self.streams = StreamUse(device)
         self.content = pool.new_content()
         self.decommit_epoch = 0
-        # Streams that may still be zeroing what they committed, and the event after it; by the event's id.
-        self._zeroing: dict[int, tuple[int, Any]] = {}
+        # Streams that may still be zeroing what they committed, and the event after it.
+        self._zeroing: list[tuple[int, DeviceEvent]] = []
+        self._zeroing_lock = threading.Lock()
         storage = torch._C._construct_storage_from_data_pointer(self.space.base, device, self.space.size_bytes)
         self._release = weakref.finalize(storage, _bury, self.space, self.streams, os.getpid())
         self._release.atexit = False  # at exit the process takes everything down at once
-        self._storage = weakref.ref(storage)
         self._bytes: torch.Tensor | None = torch.empty(0, dtype=torch.uint8, device=device).set_(storage)
 
     def view(self, dtype: torch.dtype, offset: int, shape: tuple[int, ...], strides: tuple[int, ...]) -> torch.Tensor:
@@ -60,8 +61,21 @@ class Region:
         """Let go of the storage; the memory goes back once no view is left and the device has finished."""
         self._bytes = None
 
+    def try_commit(self, ranges: npt.NDArray[np.int64]) -> int:
+        """Commit page groups, zeroed in the order of the current stream; the number that was mapped.
+
+        Raises
+        ------
+        Shortage
+            Not enough page groups; nothing was changed.
+        """
+        stream = self.streams.current()
+        return self.space.commit(
+            ranges, content=self.content, stream=stream, on_mapped=lambda: self._note_zeroing(stream)
+        )
+
     def commit(self, ranges: npt.NDArray[np.int64], what: str) -> int:
-        """Commit page groups, in the order of the current stream; waits for dying memory before it gives up.
+        """Commit page groups as `try_commit`; waits for dying memory, and asks torch for its own, before it gives up.
 
         Raises
         ------
@@ -70,19 +84,28 @@ class Region:
         """
         check_not_capturing(self.device, f"committing memory for {what}")
         graveyard.sweep()
-        stream = self.streams.current()
-        try:
-            num_mapped = self.space.commit(ranges, content=self.content, stream=stream)
-        except Shortage:
-            graveyard.drain()
+        remedies = iter((graveyard.drain, self.ask_torch))
+        while True:
             try:
-                num_mapped = self.space.commit(ranges, content=self.content, stream=stream)
+                return self.try_commit(ranges)
             except Shortage as shortage:
-                raise out_of_pages(self.space, what, shortage) from None
-        if num_mapped and self.device.type == "cuda":
-            event = torch.cuda.current_stream(self.device).record_event()
-            self._zeroing[id(event)] = stream, event
-        return num_mapped
+                remedy = next(remedies, None)
+                if remedy is None:
+                    raise out_of_pages(self.space, what, shortage) from None
+            remedy()
+
+    def ask_torch(self) -> bool:
+        """Have torch give its cached memory back to the device, where that is what we share with it."""
+        if self.device.type == "cpu" or self.space.pool.capacity_bytes is not None:
+            return False
+        torch.cuda.empty_cache()
+        return True
+
+    def _note_zeroing(self, stream: int) -> None:
+        if self.device.type == "cuda":
+            event = DeviceEvent(torch.cuda.current_stream(self.device))
+            with self._zeroing_lock:
+                self._zeroing.append((stream, event))
 
     def use(self) -> None:
         """Note the current stream as a user, and let it wait until other streams have zeroed what they committed.
@@ -91,12 +114,11 @@ class Region:
         capture waits for nothing, since torch starts it on an idle device.
         """
         current = self.streams.current()
-        if self._zeroing and not torch.cuda.is_current_stream_capturing():
-            for key, (stream, event) in list(self._zeroing.items()):
-                if event.query():
-                    self._zeroing.pop(key, None)
-                elif stream != current:
-                    torch.cuda.current_stream(self.device).wait_event(event)
+        if self._zeroing and not is_capturing(self.device):
+            with self._zeroing_lock:
+                self._zeroing = [(stream, event) for stream, event in self._zeroing if not event.query()]
+                pending = [event for stream, event in self._zeroing if stream != current]
+            self.streams.wait(pending)
 
     def decommit(self, ranges: npt.NDArray[np.int64], *, forget_content: bool) -> None:
         """Take page groups away, with which the device has finished; views check again what they can reach."""
@@ -112,7 +134,7 @@ def _bury(space: AddressSpace, streams: StreamUse, process_id: int) -> None:
         return  # a forked child must not touch the parent's memory
     if streams.device.type == "cpu":
         space.close()
-    elif torch.cuda.is_current_stream_capturing():
+    elif is_capturing(streams.device):
         graveyard.bury(streams.record, space.close)
     else:
         graveyard.bury(streams.record(), space.close)

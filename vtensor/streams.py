@@ -1,54 +1,60 @@
-"""Devices and streams: which stream is current, which ones use a piece of memory, whether one is being captured."""
+"""Streams: which one is current, which ones use a piece of memory, whether one is being captured."""
 
 from __future__ import annotations
 
+from collections.abc import Sequence
+from contextlib import AbstractContextManager
 from typing import Any
 
 import torch
 
 from vtensor.errors import VTensorError
 
-__all__ = ["StreamUse", "check_not_capturing", "device_name", "resolve_device"]
+__all__ = ["DeviceEvent", "StreamUse", "check_not_capturing", "is_capturing"]
 
 
-def resolve_device(device: torch.device | str | int | None) -> torch.device:
-    """A device with an explicit index: None is torch's default device, ``"cuda"`` the current one.
-
-    Raises
-    ------
-    ValueError
-        Neither a CPU nor a CUDA device, or CUDA where torch has none.
-
-    >>> resolve_device("cpu")
-    device(type='cpu')
-    """
-    if device is None:
-        device = torch.get_default_device()
-    resolved = torch.device(device)
-    if resolved.type == "cpu":
-        return torch.device("cpu")
-    if resolved.type != "cuda":
-        raise ValueError(f"device={device!r}: virtual tensors live on 'cpu' or 'cuda'")
-    if not torch.cuda.is_available():
-        raise ValueError(f"device={device!r}: torch {torch.__version__} sees no CUDA device; use device='cpu'")
-    index = torch.cuda.current_device() if resolved.index is None else resolved.index
-    if index >= torch.cuda.device_count():
-        raise ValueError(f"device={device!r}: there are {torch.cuda.device_count()} CUDA devices")
-    return torch.device("cuda", index)
-
-
-def device_name(device: torch.device) -> str:
-    """The driver table's name of a resolved device: ``"cpu"`` or ``"cuda:0"``."""
-    return "cpu" if device.type == "cpu" else f"cuda:{device.index}"
+def is_capturing(device: torch.device) -> bool:
+    """Whether the current stream of a device is being captured into a CUDA graph."""
+    if device.type == "cpu":
+        return False
+    with torch.cuda.device(device):
+        return torch.cuda.is_current_stream_capturing()
 
 
 def check_not_capturing(device: torch.device, what: str) -> None:
     """Raise `VTensorError` while the current stream of a CUDA device is being captured into a graph."""
-    if device.type == "cuda" and torch.cuda.is_current_stream_capturing():
+    if is_capturing(device):
         raise VTensorError(
             f"{what} was called during a CUDA graph capture, where its events and waits would become part of the "
             "graph; call it before the capture"
         )
+
+
+class DeviceEvent:
+    """A point in a stream, which may be asked for and waited for while another thread captures a graph.
+
+    Otherwise CUDA counts both as unsafe during a capture in its default mode, whoever captures, and breaks it off.
+    """
+
+    def __init__(self, stream: torch.cuda.Stream) -> None:
+        self.event = stream.record_event()
+
+    def query(self) -> bool:
+        """Whether the stream has passed it."""
+        with relaxed_capture():
+            return bool(self.event.query())
+
+    def synchronize(self) -> None:
+        """Wait until it has."""
+        with relaxed_capture():
+            self.event.synchronize()
+
+
+def relaxed_capture() -> AbstractContextManager[None]:
+    """Calls of this thread that no other thread's graph capture need mind."""
+    from vtensor.allocator.driver.cuda import relaxed_capture_mode
+
+    return relaxed_capture_mode()
 
 
 class StreamUse:
@@ -85,21 +91,16 @@ class StreamUse:
             raise ValueError(f"stream={stream!r} is not a torch.cuda.Stream of {self.device}")
         self._streams[int(stream.cuda_stream)] = stream
 
-    def record(self) -> list[torch.cuda.Event]:
+    def record(self) -> list[DeviceEvent]:
         """Events that pass once the current stream and all noted ones have done what they were given so far."""
         if self.device.type == "cpu":
             return []
         self.current()
-        events = []
-        for stream in self._streams.values():
-            event = torch.cuda.Event()  # type: ignore[no-untyped-call]
-            event.record(stream)
-            events.append(event)
-        return events
+        return [DeviceEvent(stream) for stream in list(self._streams.values())]
 
-    def wait(self, events: list[torch.cuda.Event]) -> None:
+    def wait(self, events: Sequence[DeviceEvent]) -> None:
         """Make the current stream wait for events; the caller does not wait."""
         if events:
             stream = torch.cuda.current_stream(self.device)
             for event in events:
-                stream.wait_event(event)
+                stream.wait_event(event.event)

@@ -124,17 +124,16 @@ class VirtualTensor(torch.Tensor):
             return
         if os.getpid() != region.process_id:
             region.space.check_open()  # raises: a forked child has nothing at these addresses
-        region.use()
         epoch = region.decommit_epoch
-        if self._seen_epoch == epoch:
-            return
-        ranges = self._footprint()
-        missing = region.space.count_missing(ranges)
-        if missing:
-            if self._on_touch == "raise":
-                raise self._unmapped(operation, ranges, missing)
-            region.commit(ranges, f"{operation} on a virtual tensor of shape {tuple(self.shape)}")
-        self._seen_epoch = epoch
+        if self._seen_epoch != epoch:
+            ranges = self._footprint()
+            missing = region.space.count_missing(ranges)
+            if missing:
+                if self._on_touch == "raise":
+                    raise self._unmapped(operation, ranges, missing)
+                region.commit(ranges, f"{operation} on a virtual tensor of shape {tuple(self.shape)}")
+            self._seen_epoch = epoch
+        region.use()  # after the check: whoever committed what is there now has noted when it is zeroed
 
     def _unmapped(self, operation: Any, ranges: npt.NDArray[np.int64], missing: int) -> UnmappedAccessError:
         region = cast(Region, self._region)

@@ -111,6 +111,9 @@ class Driver(ABC):
     def explain(self, call: Call, code: int) -> tuple[str, str]:
         """Name of an error code, and what it means for this call."""
 
+    def finish(self, stream: int) -> None:  # noqa: B027 - the host has nothing to wait for
+        """Wait until a stream has done what it was given; on the host everything has."""
+
     # -- the calls ----------------------------------------------------------------------------------------------
 
     def check_process(self) -> None:

@@ -37,6 +37,18 @@ def _describe(code: int) -> tuple[str, str]:
     return name, detail
 
 
+@contextmanager
+def relaxed_capture_mode() -> Iterator[None]:
+    """Within it, no call of this thread invalidates a graph capture of another one."""
+    relaxed = cu.CUstreamCaptureMode.CU_STREAM_CAPTURE_MODE_RELAXED
+    call = "cuThreadExchangeStreamCaptureMode"
+    previous = _unwrap(call, cu.cuThreadExchangeStreamCaptureMode(relaxed))
+    try:
+        yield
+    finally:
+        _unwrap(call, cu.cuThreadExchangeStreamCaptureMode(previous))
+
+
 def initialize() -> None:
     """Start the driver interface.
 
@@ -113,6 +125,11 @@ class CudaDriver(Driver):
         self.check_process()
         with self._current_context():
             _unwrap("cuMemsetD8Async", cu.cuMemsetD8Async(address, 0, size_bytes, stream))
+
+    def finish(self, stream: int) -> None:
+        """Wait until a stream has done what it was given."""
+        with self._current_context():
+            _unwrap("cuStreamSynchronize", cu.cuStreamSynchronize(stream))
 
     def memory_info(self) -> tuple[int, int]:
         """Bytes of memory that are free now, and all there are."""

@@ -12,6 +12,7 @@ import numpy as np
 from vtensor.allocator.driver import host_native as native
 from vtensor.allocator.driver.base import Call, Driver
 from vtensor.allocator.native import sparse_array
+from vtensor.errors import VTensorError
 from vtensor.units import KIB
 
 __all__ = ["HostDriver"]
@@ -40,6 +41,15 @@ def _read_int(path: str) -> int | None:
         return None
 
 
+def _inactive_file_bytes() -> int:
+    """Of a control group's memory, cached files that the system drops when somebody needs the room."""
+    try:
+        fields = dict(line.split() for line in Path("/sys/fs/cgroup/memory.stat").read_text().splitlines())
+    except (OSError, ValueError):
+        return 0
+    return int(fields.get("inactive_file", 0))
+
+
 def _memory_info() -> tuple[int, int]:
     """Available and total bytes: the machine's, or the control group's where that is less."""
     fields = dict(line.split(":", 1) for line in Path("/proc/meminfo").read_text().splitlines())
@@ -47,6 +57,7 @@ def _memory_info() -> tuple[int, int]:
     available = int(fields["MemAvailable"].split()[0]) * KIB
     limit, used = _read_int("/sys/fs/cgroup/memory.max"), _read_int("/sys/fs/cgroup/memory.current")
     if limit is not None and used is not None:
+        used -= _inactive_file_bytes()
         total, available = min(total, limit), min(available, max(0, limit - used))
     return available, total
 
@@ -67,11 +78,14 @@ class HostDriver(Driver):
         self.granularity_bytes = mmap.PAGESIZE
         # 64 KiB: the paper's small page group; 16 times fewer mappings than 4 KiB, of which Linux allows 65,530.
         self.default_page_group_bytes = max(64 * KIB, mmap.PAGESIZE)
+        if native.STATE[native.PROCESS] == os.getpid():
+            raise VTensorError("there is one HostDriver a process: use get_driver('cpu')")
         self._file = os.memfd_create("vtensor", os.MFD_CLOEXEC)
         self._handles = sparse_array(_MAX_HANDLES * native.HANDLE_WORDS, np.int64)
         self._reservations = sparse_array(_MAX_RESERVATIONS * native.RESERVATION_WORDS, np.int64)
         state = native.STATE
         state[:] = 0  # in a forked child it describes the parent's memory
+        state[native.PROCESS] = os.getpid()
         state[native.FILE] = self._file
         state[native.PAGE_BYTES] = mmap.PAGESIZE
         state[native.HANDLES] = self._handles.ctypes.data

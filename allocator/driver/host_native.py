@@ -17,10 +17,10 @@ from typing import Any
 
 import llvmlite.binding
 import numpy as np
-from numba import cfunc, types
+from numba import types
 
 from vtensor.allocator.driver.base import INVALID_VALUE, NOT_SUPPORTED, OUT_OF_MEMORY, SUCCESS
-from vtensor.allocator.native import compiled, int32_at, int64_at, lock, symbol_address, unlock
+from vtensor.allocator.native import callback, compiled, int32_at, int64_at, lock, symbol_address, unlock
 
 STATE_WORDS = 32
 STATE = np.zeros(STATE_WORDS, np.int64)
@@ -34,6 +34,7 @@ FILE, PAGE_BYTES, NEXT_OFFSET, NUM_HANDLES = 8, 9, 10, 11
 FREE_HANDLE = 12  # head of the list of dead handle records: index + 1
 NUM_RESERVATIONS, HANDLES, RESERVATIONS = 13, 14, 15  # HANDLES, RESERVATIONS: addresses of the records
 MAX_HANDLES, MAX_RESERVATIONS, LIVE_BYTES, LIMIT_BYTES = 16, 17, 18, 19
+PROCESS = 21  # whose memory the state describes
 SPARE = 20  # address of a few mappings that are there to be given up, 0 while there are none
 # Words of a handle's record, and of a reservation's.
 _OFFSET, _SIZE, _OWNED, _NUM_MAPPINGS, _GENERATION, _NEXT_FREE = 0, 1, 2, 3, 4, 5
@@ -52,6 +53,17 @@ _munmap = types.ExternalFunction("munmap", _i32(_i64, _i64))
 _mprotect = types.ExternalFunction("mprotect", _i32(_i64, _i64, _i32))
 _madvise = types.ExternalFunction("madvise", _i32(_i64, _i64, _i32))
 _fallocate = types.ExternalFunction("fallocate", _i32(_i32, _i32, _i64, _i64))
+_errno_address = types.ExternalFunction("__errno_location", _i64())
+_EINTR = 4
+
+
+@compiled
+def _change_file(state: np.ndarray, mode: int, offset: int, size: int) -> bool:
+    """`fallocate`, again as long as a signal interrupts it."""
+    while _fallocate(state[FILE], mode, offset, size) != 0:
+        if int32_at(_errno_address(), 1)[0] != _EINTR:
+            return False
+    return True
 
 
 @compiled
@@ -121,7 +133,7 @@ def _free_if_unused(state: np.ndarray, index: int) -> None:
     """Give the memory of a handle back to the system, once it is neither owned nor mapped."""
     record = int64_at(state[HANDLES] + index * HANDLE_WORDS * 8, HANDLE_WORDS)
     if record[_OWNED] == 0 and record[_NUM_MAPPINGS] == 0:
-        _fallocate(state[FILE], _FALLOC_PUNCH_HOLE | _FALLOC_KEEP_SIZE, record[_OFFSET], record[_SIZE])
+        _change_file(state, _FALLOC_PUNCH_HOLE | _FALLOC_KEEP_SIZE, record[_OFFSET], record[_SIZE])
         state[LIVE_BYTES] -= record[_SIZE]
         record[_GENERATION] += 1
         record[_NEXT_FREE] = state[FREE_HANDLE]
@@ -152,7 +164,7 @@ def _bad_range(state: np.ndarray, address: int, size: int) -> bool:
     return size <= 0 or size % page != 0 or address <= 0 or address % page != 0
 
 
-@cfunc("int32(int64, int64, int64, int64, int64)", cache=True)
+@callback("int32(int64, int64, int64, int64, int64)")
 def _address_reserve(out: int, size: int, alignment: int, hint: int, flags: int) -> int:
     state = int64_at(symbol_address("vtensor_host_state"), STATE_WORDS)
     page = state[PAGE_BYTES]
@@ -197,7 +209,7 @@ def _address_reserve(out: int, size: int, alignment: int, hint: int, flags: int)
     return SUCCESS
 
 
-@cfunc("int32(int64, int64)", cache=True)
+@callback("int32(int64, int64)")
 def _address_free(address: int, size: int) -> int:
     state = int64_at(symbol_address("vtensor_host_state"), STATE_WORDS)
     if _bad_range(state, address, size):
@@ -224,7 +236,7 @@ def _address_free(address: int, size: int) -> int:
     return code
 
 
-@cfunc("int32(int64, int64, int64, int64)", cache=True)
+@callback("int32(int64, int64, int64, int64)")
 def _create(out: int, size: int, properties: int, flags: int) -> int:
     state = int64_at(symbol_address("vtensor_host_state"), STATE_WORDS)
     if size <= 0 or size % state[PAGE_BYTES] != 0 or flags != 0:
@@ -240,7 +252,7 @@ def _create(out: int, size: int, properties: int, flags: int) -> int:
             unlock(state.ctypes.data)
             return OUT_OF_MEMORY
     offset = state[NEXT_OFFSET]
-    if _fallocate(state[FILE], 0, offset, size) != 0:  # all of it, or an error: no page is missing at the first touch
+    if not _change_file(state, 0, offset, size):  # all of it, or an error: no page is missing at the first touch
         unlock(state.ctypes.data)
         return OUT_OF_MEMORY
     record = int64_at(state[HANDLES] + index * HANDLE_WORDS * 8, HANDLE_WORDS)
@@ -258,7 +270,7 @@ def _create(out: int, size: int, properties: int, flags: int) -> int:
     return SUCCESS
 
 
-@cfunc("int32(int64, int64, int64, int64, int64)", cache=True)
+@callback("int32(int64, int64, int64, int64, int64)")
 def _map(address: int, size: int, offset: int, handle: int, flags: int) -> int:
     state = int64_at(symbol_address("vtensor_host_state"), STATE_WORDS)
     if _bad_range(state, address, size) or flags != 0:
@@ -297,7 +309,7 @@ def _covers_whole_mappings(table: np.ndarray, first: int, count: int) -> bool:
     return table[first] != -1 and (end == len(table) or table[end] != -1)
 
 
-@cfunc("int32(int64, int64, int64, int64)", cache=True)
+@callback("int32(int64, int64, int64, int64)")
 def _set_access(address: int, size: int, access: int, count: int) -> int:
     state = int64_at(symbol_address("vtensor_host_state"), STATE_WORDS)
     if _bad_range(state, address, size) or count != 1:
@@ -320,7 +332,7 @@ def _set_access(address: int, size: int, access: int, count: int) -> int:
     return code
 
 
-@cfunc("int32(int64, int64)", cache=True)
+@callback("int32(int64, int64)")
 def _unmap(address: int, size: int) -> int:
     state = int64_at(symbol_address("vtensor_host_state"), STATE_WORDS)
     if _bad_range(state, address, size):
@@ -350,7 +362,7 @@ def _unmap(address: int, size: int) -> int:
     return code
 
 
-@cfunc("int32(int64)", cache=True)
+@callback("int32(int64)")
 def _release(handle: int) -> int:
     state = int64_at(symbol_address("vtensor_host_state"), STATE_WORDS)
     lock(state.ctypes.data)

@@ -9,8 +9,18 @@ from vtensor.allocator.driver.base import Driver
 
 __all__ = ["get_driver"]
 
-_drivers: dict[tuple[int, str], Driver] = {}
+_drivers: dict[str, Driver] = {}
 _lock = threading.Lock()
+
+
+def _forget() -> None:
+    """In a forked child: drivers are the parent's, and so is a lock that another of its threads held."""
+    global _drivers, _lock, _inherited
+    _inherited, _drivers, _lock = _drivers, {}, threading.Lock()
+
+
+_inherited: dict[str, Driver] = {}  # kept alive in a child, whose memory they do not describe
+os.register_at_fork(after_in_child=_forget)
 
 
 def get_driver(device: str) -> Driver:
@@ -28,12 +38,10 @@ def get_driver(device: str) -> Driver:
     DriverError
         The device is not there, or has no virtual memory management.
     """
-    key = (os.getpid(), device)  # a forked child makes its own
     with _lock:
-        driver = _drivers.get(key)
-        if driver is None:
-            driver = _drivers[key] = _make(device)
-        return driver
+        if device not in _drivers:
+            _drivers[device] = _make(device)
+        return _drivers[device]
 
 
 def _make(device: str) -> Driver:

@@ -3,8 +3,9 @@
 import pytest
 import torch
 
+from vtensor.devices import device_name, resolve_device
 from vtensor.errors import VTensorError
-from vtensor.streams import StreamUse, check_not_capturing, device_name, resolve_device
+from vtensor.streams import StreamUse, check_not_capturing
 
 CPU = torch.device("cpu")
 

@@ -12,8 +12,8 @@ from typing import Any
 import torch
 
 from vtensor.allocator.driver import get_driver
+from vtensor.devices import device_name
 from vtensor.errors import VTensorError
-from vtensor.streams import device_name
 from vtensor.units import format_bytes
 
 __all__ = ["DEFAULT_MODEL", "Source", "check_memory", "find_model", "is_in_hub_cache", "load_model", "packaged_weights"]

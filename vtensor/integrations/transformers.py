@@ -84,6 +84,7 @@ class VirtualCache(Cache):
                 raise ValueError(f"{name}={value!r} must be a positive integer")
         self._max_cache_len = cast(int, max_cache_len)
         self._max_batch_size = max_batch_size
+        self._config = config
         self._device = device
         self._options = options
         self._manager: KVCacheManager | None = None
@@ -233,18 +234,32 @@ class VirtualCache(Cache):
         """Sequence i becomes a copy of sequence ``source[i]``; there are as many afterwards as `source` is long."""
         if self._num_tokens == 0:
             return
-        batch = len(source)
+        batch, old_batch, num_tokens = len(source), self._batch_size, self._num_tokens
         self._check_batch(batch)
-        if batch > self._batch_size:
+        if batch > old_batch:
             self._resize(batch)
-            num_tokens, self._num_tokens = self._num_tokens, -1
+            self._num_tokens = -1  # so that memory is reserved for the new sequences
             try:
                 self.reserve(batch, num_tokens)
+            except BaseException:
+                self._resize(old_batch)
+                raise
             finally:
                 self._num_tokens = num_tokens
+        source = source.to(self.manager.device)
         for layer in self.layers:
             layer.rearrange(source)
         self._resize(batch)
+
+    def __deepcopy__(self, memo: dict[int, Any]) -> VirtualCache:
+        """A cache of its own with the same tokens: how a computed prefix is used several times."""
+        copied = memo[id(self)] = VirtualCache(
+            self._config, self._max_cache_len, self._max_batch_size, self._device, **self._options
+        )
+        if self._num_tokens:
+            for index, layer in enumerate(self.layers):
+                copied.update(layer.keys, layer.values, index)
+        return copied
 
 
 class VirtualLayer(CacheLayerMixin):
@@ -320,7 +335,7 @@ class VirtualLayer(CacheLayerMixin):
         if self._num_tokens:
             for states in (cast(torch.Tensor, self._key), cast(torch.Tensor, self._value)):
                 held = states[:, : self._num_tokens]
-                held[: len(source)] = held[source.to(states.device)]
+                held[: len(source)] = held[source]
             self._show(len(source), self._num_tokens)
 
     def forget(self) -> None:

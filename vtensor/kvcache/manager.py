@@ -17,13 +17,14 @@ import torch
 from vtensor.allocator import graveyard
 from vtensor.allocator.address_space import Shortage
 from vtensor.allocator.page_pool import PagePool
+from vtensor.devices import device_name, resolve_device
 from vtensor.errors import ClosedError, OutOfSlotsError, RequestError, VTensorError
 from vtensor.kvcache.config import KVCacheConfig
 from vtensor.kvcache.layout import CacheLayout
 from vtensor.kvcache.slots import SlotState, SlotTable
 from vtensor.kvcache.stats import KVCacheStats, SlotResidency, StepResult
 from vtensor.region import Region
-from vtensor.streams import check_not_capturing, device_name, resolve_device
+from vtensor.streams import DeviceEvent, check_not_capturing
 from vtensor.tensor import VirtualTensor
 
 __all__ = ["KVCacheManager"]
@@ -112,8 +113,9 @@ class KVCacheManager:
         size_bytes = self._layout.num_places * pool.page_group_bytes
         self._region = Region(pool, self.device, size_bytes, owner="KVCacheManager")
         self._slots = SlotTable(self._layout)
-        self._events: dict[int, list[torch.cuda.Event]] = {}  # of deferred slots: when the device has finished
+        self._events: dict[int, list[DeviceEvent]] = {}  # of deferred slots: when the device has finished
         self._views: dict[tuple[int, bool], tuple[torch.Tensor, torch.Tensor]] = {}
+        self._problem = np.zeros(2, np.int64)
         self._lock = threading.RLock()
         self.closed = False
 
@@ -170,9 +172,10 @@ class KVCacheManager:
                     "or make the cache with a larger max_batch_size (it costs addresses only)"
                 )
             self._region.streams.current()
-            self._region.streams.wait(self._events.pop(slot, []))
+            self._region.streams.wait(self._events.get(slot, []))
             if self.scrub:
                 self._zero(np.array([slot], np.int64))
+            self._events.pop(slot, None)
             self._slots.activate(slot)
             return slot
 
@@ -183,14 +186,15 @@ class KVCacheManager:
         ----------
         seq_lens : sequence of int, ndarray of integers or CPU tensor, shape [max_batch_size]
             For every slot the tokens it will hold after the iteration. 0: the slot is idle, or its request sits
-            this iteration out and keeps what it has. A smaller number than before drops the tokens beyond it (their
-            page groups are kept as surplus until somebody needs them).
+            this iteration out and keeps what it has. A smaller number than before drops the tokens beyond it; their
+            page groups are surplus, which a later step may use.
 
         Returns
         -------
         StepResult
             False, with `shortfall_page_groups`, where memory is short even when deferred slots and surplus give
-            theirs; the lengths are then as before, and no request lost anything.
+            theirs; the lengths are then as before, and no request lost anything. New memory is zeroed in the order of
+            the current stream: kernels on other streams must come after it.
 
         Raises
         ------
@@ -204,7 +208,8 @@ class KVCacheManager:
             self._sweep()
             self._region.streams.current()
             plan, slots = self._slots.plan, self._slots.arrays
-            problem = np.zeros(2, np.int64)
+            problem = self._problem
+            problem[0] = 0
             ranges = plan.plan_step(slots, lengths, problem)
             if problem[0]:
                 raise self._bad_length(int(problem[0]), int(problem[1]), int(lengths[problem[1]]))
@@ -286,7 +291,10 @@ class KVCacheManager:
         with self._lock:
             self._check_open()
             pool, slots = self.pool.stats(), self._slots.arrays
-            groups, num_places = np.unique(self._region.space.mapped_page_groups(), return_counts=True)
+            ranges = self._slots.plan.slot_ranges(slots, np.arange(self.config.max_batch_size))
+            table = self._region.space.arrays.table
+            held = [table[first : first + count] for first, count in ranges.tolist() if count]
+            groups, num_places = np.unique(np.concatenate(held or [table[:0]]), return_counts=True)
             return KVCacheStats(
                 total_page_groups=pool.total_page_groups,
                 free_page_groups=pool.free_page_groups,
@@ -413,7 +421,7 @@ class KVCacheManager:
             )
         if lengths.dtype.kind not in "iu":
             raise RequestError(f"seq_lens has dtype {lengths.dtype}; it must hold integers")
-        return np.ascontiguousarray(lengths, np.int64)
+        return np.array(lengths, np.int64)  # a copy: another thread may write to the caller's
 
     def _bad_length(self, problem: int, slot: int, length: int) -> RequestError:
         plan = self._slots.plan
@@ -427,16 +435,22 @@ class KVCacheManager:
     # -- memory ---------------------------------------------------------------------------------------------------
 
     def _commit(self, ranges: npt.NDArray[np.int64], lengths: npt.NDArray[np.int64]) -> tuple[int, int]:
-        """Commit ranges, if need be with what others hold: page groups mapped, and short even so."""
-        space, region = self._region.space, self._region
-        stream = region.streams.current()
-        sources = iter((self._wait_for_the_dead, self._reclaim, self._take_from_torch, self._reclaim))
+        """Commit ranges, if need be with what others hold: page groups mapped, page groups short."""
+        region = self._region
+        was_drained = torch_was_asked = False
         while True:
             try:
-                return space.commit(ranges, content=region.content, stream=stream), 0
+                return region.try_commit(ranges), 0
             except Shortage as shortage:
                 missing = shortage.page_groups
-            if not any(make_room(missing, lengths) for make_room in sources):  # goes on where it left off
+            if not was_drained:
+                was_drained = True
+                graveyard.drain()
+            elif self._reclaim(missing, lengths):
+                pass  # each time leaves less to reclaim, so this ends, whatever others do to the pool meanwhile
+            elif not torch_was_asked and region.ask_torch():
+                torch_was_asked = True
+            else:
                 return 0, missing - self._num_reclaimable(lengths)
 
     def _num_reclaimable(self, lengths: npt.NDArray[np.int64]) -> int:
@@ -445,34 +459,21 @@ class KVCacheManager:
         held = slots.page_groups(slots.in_state(SlotState.DEFERRED))
         return int(held.sum() + slots.plan.surplus_ranges(slots.arrays, lengths, False)[:, 1].sum())
 
-    def _wait_for_the_dead(self, shortage: int, lengths: npt.NDArray[np.int64]) -> bool:
-        """Get back what was given up elsewhere, once the device has finished with it."""
-        is_any = graveyard.num_buried() > 0
-        graveyard.drain()
-        return is_any
-
-    def _reclaim(self, shortage: int, lengths: npt.NDArray[np.int64]) -> bool:
+    def _reclaim(self, missing: int, lengths: npt.NDArray[np.int64]) -> bool:
         """Get page groups back: deferred slots, oldest first, then surplus. Does nothing where that is not enough."""
-        if self._num_reclaimable(lengths) < shortage:
+        if self._num_reclaimable(lengths) < missing:
             return False
         slots, plan = self._slots, self._slots.plan
         deferred = slots.deferred_oldest_first()
         held = slots.page_groups(deferred)
-        enough = int(np.searchsorted(np.cumsum(held), shortage)) + 1
+        enough = int(np.searchsorted(np.cumsum(held), missing)) + 1
         self._take_from(deferred[:enough])
-        if int(held.sum()) < shortage:
+        if int(held.sum()) < missing:
             for event in self._region.streams.record():
                 event.synchronize()
             surplus = plan.surplus_ranges(slots.arrays, lengths, False)
             self._region.decommit(surplus, forget_content=self.scrub)
             plan.surplus_ranges(slots.arrays, lengths, True)
-        return True
-
-    def _take_from_torch(self, shortage: int, lengths: npt.NDArray[np.int64]) -> bool:
-        """Have torch give its cached memory back to the device, where that is what we share with it."""
-        if self.device.type != "cuda" or self.pool.capacity_bytes is not None:
-            return False
-        torch.cuda.empty_cache()
         return True
 
     def _take_from(self, deferred: npt.NDArray[np.int64]) -> None:

@@ -127,9 +127,9 @@ def slot_ranges(slots: SlotArrays, chosen: Int64) -> Int64:
 
 @compiled
 def surplus_ranges(slots: SlotArrays, seq_lens: Int64, cut: bool) -> Int64:
-    """What active slots hold beyond their lengths; `cut` takes it off the books.
+    """What active slots hold beyond the tokens they have and will have; `cut` takes it off the books.
 
-    A slot that sits out (length 0) needs what it held before.
+    What a step shortens is surplus for later steps only: should this one fail, nothing is lost.
     """
     batch, page_group_bytes = len(slots.state), slots.limits[1]
     ranges = np.zeros((batch * slots.groups[:, 0].sum(), 2), np.int64)
@@ -139,14 +139,13 @@ def surplus_ranges(slots: SlotArrays, seq_lens: Int64, cut: bool) -> Int64:
         for slot in range(batch):
             if slots.state[slot] != _ACTIVE:
                 continue
-            tokens = seq_lens[slot] if seq_lens[slot] > 0 else slots.seq_lens[slot]
+            tokens = max(seq_lens[slot], slots.seq_lens[slot])
             needed = max(_places(tokens, row_bytes, page_group_bytes), slots.shared[group, slot])
             if needed < slots.high[group, slot]:
                 for buffer in range(num_buffers):
                     ranges[row, 0] = first_place + (buffer * batch + slot) * slot_places + needed
                     ranges[row, 1] = slots.high[group, slot] - needed
                     row += 1
-                if cut:  # tokens whose memory goes are not held any more, whatever becomes of the step
+                if cut:
                     slots.high[group, slot] = needed
-                    slots.seq_lens[slot] = min(tokens, slots.seq_lens[slot])
     return ranges[:row]
