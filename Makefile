@@ -20,7 +20,7 @@ SETUP = @"$(or $(PYTHON),$(error vtensor needs Python 3.11 or newer, and none is
 .PHONY: demo
 demo: ## run a real model over a virtual KV cache; ARGS="..." goes to `vtensor demo`
 	$(SETUP) hf
-	.venv/bin/vtensor demo $(ARGS)
+	@.venv/bin/vtensor demo $(ARGS)
 
 .PHONY: setup
 setup: ## make .venv ready (an installed torch is used, never replaced)
@@ -31,9 +31,10 @@ setup: ## make .venv ready (an installed torch is used, never replaced)
 .PHONY: test
 test: lint types unit notebooks ## all that a machine without a GPU can check
 
+# One thread each: the models of the tests are so small that threads spend their time waiting for each other.
 .PHONY: unit
-unit: setup ## tests that need neither a GPU nor minutes, doctests among them
-	$(PYTEST) -m "not gpu and not slow"
+unit: setup ## tests that need no GPU, doctests among them
+	OMP_NUM_THREADS=1 $(PYTEST) -m "not gpu and not slow"
 
 .PHONY: test-gpu
 test-gpu: setup ## tests that need a CUDA GPU

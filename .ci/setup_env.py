@@ -24,6 +24,7 @@ import re
 import shutil
 import subprocess
 import sys
+import tempfile
 import time
 from pathlib import Path
 from typing import Any
@@ -194,7 +195,15 @@ def install_packages(extras: set[str]) -> None:
     pip("installing what else is missing", "--constraint", str(CONSTRAINTS), *requirements)
     # Without isolation, setuptools comes from .venv and not from the network.
     pip("installing vtensor (editable)", "--no-deps", "--no-build-isolation", "--editable", str(ROOT))
-    found = run([str(PYTHON), "-c", "import importlib.util as u; print(u.find_spec('vtensor').origin)"], cwd="/")
+    # setuptools looks for editable packages last, so that any folder named vtensor beside a script, this clone for
+    # one, would be imported as an empty package instead. Files are read in the order of their names: this one is later.
+    (site_packages() / "vtensor-first.pth").write_text(
+        "import sys; sys.meta_path.sort(key=lambda finder: getattr(finder, '__name__', '') != '_EditableFinder')\n"
+    )
+    look = "import importlib.util as u; print(u.find_spec('vtensor').origin)"
+    with tempfile.TemporaryDirectory() as folder:
+        (Path(folder) / "vtensor").mkdir()
+        found = run([str(PYTHON), "-c", look], cwd=folder)
     if not Path(found.stdout.strip()).is_relative_to(ROOT):
         raise SetupError(f"another vtensor hides this one, uninstall it: {found.stdout.strip() or tail(found.stderr)}")
     try:

@@ -15,7 +15,9 @@ from vtensor.allocator.driver import Call
 from vtensor.allocator.page_pool import PagePool
 from vtensor.allocator.reservation import Reservation
 from vtensor.errors import ClosedError, OutOfPagesError, ReservationError, VTensorError
+from vtensor.interrupts import interrupts_held
 from vtensor.units import format_bytes, round_up
+from vtensor.unpicklable import Unpicklable
 
 if TYPE_CHECKING:
     from vtensor.allocator.plan import SpaceArrays
@@ -33,7 +35,7 @@ class Shortage(Exception):
         self.page_groups = page_groups
 
 
-class AddressSpace:
+class AddressSpace(Unpicklable):
     """A reservation cut into places of one page group each, and which page group lies where.
 
     ::
@@ -77,7 +79,8 @@ class AddressSpace:
             self.arrays.header[plan.FIRST_MAPPED] = self.num_places
             # Load now what closing needs: where no mapping can be made any more, LLVM could not, and would abort.
             nothing, outcome = np.zeros((0, 2), np.int64), np.zeros(plan.OUTCOME_WORDS, np.int64)
-            plan.decommit(pool.arrays, self.arrays, nothing, False, outcome)
+            with interrupts_held():
+                plan.decommit(pool.arrays, self.arrays, nothing, False, outcome)
             pool.adopt(self)
         except BaseException as error:
             self.reservation.close()
@@ -128,6 +131,8 @@ class AddressSpace:
 
     def mapped_page_groups(self) -> npt.NDArray[np.int32]:
         """Page groups in the order of their places; a page group mapped twice comes twice. Reads the whole table."""
+        if self.num_mapped == 0:
+            return np.empty(0, np.int32)
         table = self.arrays.table
         return table[table > 0] - 1
 
@@ -168,7 +173,7 @@ class AddressSpace:
         DriverError
             Another failure of the driver; nothing was changed, unless the message says so.
         """
-        with self._lock:
+        with self._lock, interrupts_held():
             self.check_open()
             self._check_ranges(ranges)
             outcome = np.zeros(self._plan.OUTCOME_WORDS, np.int64)
@@ -209,7 +214,7 @@ class AddressSpace:
         DriverError
             The driver refused; nothing was changed, unless the message says so.
         """
-        with self._lock:
+        with self._lock, interrupts_held():
             self.check_open()
             self._check_ranges(ranges)
             outcome = np.zeros(self._plan.OUTCOME_WORDS, np.int64)
@@ -228,7 +233,7 @@ class AddressSpace:
             The driver refused; nothing was changed.
         """
         one, other = sorted((self, source), key=id)  # in one order, whoever aliases what
-        with one._lock, other._lock:
+        with one._lock, other._lock, interrupts_held():
             self.check_open()
             source.check_open()
             if source.pool is not self.pool:
@@ -248,7 +253,7 @@ class AddressSpace:
 
     def close(self) -> None:
         """Unmap everything and give the addresses back. The device must have finished. A second call does nothing."""
-        with self._lock:
+        with self._lock, interrupts_held():
             if not self.closed:
                 self.pool.driver.check_process()
                 _take_down(self.pool, self.arrays, self.reservation)
@@ -256,7 +261,7 @@ class AddressSpace:
                 self._finalizer.detach()
 
     def check_integrity(self) -> None:
-        """Compare the table with its count, then the pool's books (see `PagePool.check_integrity`)."""
+        """Compare the table with its count, then the pool's books, while no other thread changes them."""
         if not self.closed and len(self.mapped_page_groups()) != self.num_mapped:
             raise VTensorError(f"{self!r}: the table holds {len(self.mapped_page_groups())} page groups")
         self.pool.check_integrity()
@@ -294,7 +299,8 @@ def _take_down(pool: PagePool, arrays: SpaceArrays, reservation: Reservation) ->
 
 def _give_up(pool: PagePool, arrays: SpaceArrays, reservation: Reservation, process_id: int) -> None:
     if os.getpid() == process_id:  # a forked child must not touch the parent's memory
-        _take_down(pool, arrays, reservation)
+        with interrupts_held():
+            _take_down(pool, arrays, reservation)
 
 
 def out_of_pages(space: AddressSpace, what: str, shortage: Shortage) -> OutOfPagesError:

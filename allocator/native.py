@@ -53,20 +53,24 @@ def _sources_stamp() -> str:
 SOURCES_STAMP = _sources_stamp()
 
 
-def _depend_on_sources(function: Any) -> None:
-    """Have numba's cache forget a function when any source of this package changes.
+def _enable_caching(function: Any) -> None:
+    """Cache a function on disk, where there is a place for it, until any source of this package changes.
 
     By itself it looks at the file that the function is written in only, while constants (numbers of calls, say) and
     functions of other files are compiled into it: after an upgrade, one driver call could be taken for another.
     """
+    try:
+        function.enable_caching()
+    except RuntimeError:  # nowhere to write to: compile in each process
+        return
     cache_file = function._cache._cache_file
     cache_file._source_stamp = (SOURCES_STAMP, cache_file._source_stamp)
 
 
 def compiled(function: Function) -> Function:
     """Compile `function` for use from any thread without the GIL."""
-    dispatcher = njit(nogil=True, cache=True, error_model="numpy")(function)
-    _depend_on_sources(dispatcher)
+    dispatcher = njit(nogil=True, error_model="numpy")(function)
+    _enable_caching(dispatcher)
     return cast(Function, dispatcher)
 
 
@@ -75,8 +79,7 @@ def callback(signature: str) -> Callable[[Callable[..., int]], Any]:
 
     def compile_it(function: Callable[..., int]) -> Any:
         made = CFunc(function, sigutils.normalize_signature(signature), locals={}, options={})
-        made.enable_caching()
-        _depend_on_sources(made)
+        _enable_caching(made)
         made.compile()
         return made
 

@@ -15,7 +15,9 @@ import torch
 from vtensor.allocator.driver import Call, get_driver
 from vtensor.devices import device_name, resolve_device
 from vtensor.errors import ClosedError, VTensorError
+from vtensor.interrupts import interrupts_held
 from vtensor.units import format_bytes
+from vtensor.unpicklable import Unpicklable
 
 if TYPE_CHECKING:
     from vtensor.allocator.plan import PoolArrays
@@ -52,7 +54,7 @@ class PagePoolStats:
     num_driver_calls: dict[str, int]
 
 
-class PagePool:
+class PagePool(Unpicklable):
     """The physical page groups of one device: created on demand, kept for reuse, given back on request.
 
     Parameters
@@ -103,7 +105,8 @@ class PagePool:
             capacity = capacity_bytes // self.page_group_bytes
         self.arrays = _new_arrays(self.driver, self.page_group_bytes, capacity)
         self.is_retired = False
-        plan.release_free(self.arrays)  # nothing yet, but loaded: a finalizer is no place to compile in
+        with interrupts_held():  # an interrupt while LLVM loads code may crash the process
+            plan.release_free(self.arrays)  # nothing yet, but loaded: a finalizer is no place to compile in
         # A pool that nobody closes gives its memory back when it dies; at exit the process does that.
         self._finalizer = weakref.finalize(self, _release_all, plan, self.arrays, os.getpid())
         self._finalizer.atexit = False
@@ -247,7 +250,8 @@ class PagePool:
 
 def _release_all(plan: Any, arrays: PoolArrays, process_id: int) -> None:
     if os.getpid() == process_id:  # a forked child must not touch the parent's memory
-        plan.release_free(arrays)
+        with interrupts_held():
+            plan.release_free(arrays)
 
 
 def _checked_page_group_bytes(value: int | None, driver: Any) -> int:

@@ -43,7 +43,7 @@ LAYERS = [
     ["vtensor.allocator.plan"],
     ["vtensor.allocator.driver", "vtensor.allocator.native"],
     ["vtensor.footprint"],
-    ["vtensor.devices", "vtensor.errors", "vtensor.units"],
+    ["vtensor.devices", "vtensor.errors", "vtensor.interrupts", "vtensor.units", "vtensor.unpicklable"],
 ]
 EXACT = {"vtensor", "vtensor.allocator"}  # their contents lie in several layers; a new module must name its own
 

@@ -192,7 +192,7 @@ def _render_proofs(proofs: Sequence[_Proof]) -> RenderableType:
     table = Table.grid(padding=(0, 2))
     for proof in proofs:
         mark = "[bold green]holds" if proof.holds else "[bold red]FAILS"
-        table.add_row(mark, Text(proof.claim, no_wrap=True), f"[dim]{proof.detail}")
+        table.add_row(mark, Text(proof.claim), f"[dim]{proof.detail}")
     return table
 
 
@@ -283,10 +283,7 @@ def run(
             raise ValueError(f"{option} {value} must be at least 1")
     if not prompts or not all(prompt.strip() for prompt in prompts):
         raise ValueError("--prompt must not be empty")
-    try:
-        place = resolve_device(device or ("cuda:0" if torch.cuda.is_available() else "cpu"))
-    except RuntimeError as error:  # torch's word for a device that it has never heard of
-        raise ValueError(f"--device {device}: use cpu, cuda or cuda:<index>") from error
+    place = resolve_device(device or ("cuda:0" if torch.cuda.is_available() else "cpu"))
     source = find_model(model)
     check_memory(source, place, _DTYPE)
     hint = " (unpacking a GGUF file takes a while)" if source.gguf_file else ""

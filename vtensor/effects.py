@@ -27,6 +27,7 @@ _METADATA_OPERATORS = {
     "aten::full_like",
     "aten::is_pinned",
     "aten::is_same_size",
+    "aten::is_set_to",
     "aten::new_empty",
     "aten::new_empty_strided",
     "aten::new_full",

@@ -51,6 +51,9 @@ def empty(
 ) -> VirtualTensor:
     """Reserve a tensor of any size: addresses now, memory where and when it is touched. It reads as zeros.
 
+    Operations commit the page groups that they read or write. An index tensor (``x[tensor]``, `embedding`) touches
+    the whole tensor that it indexes; slices and ints touch what they name.
+
     Parameters
     ----------
     *size : int or sequence of int
@@ -87,9 +90,11 @@ def empty(
     shape = _shape(size)
     if on_touch not in get_args(OnTouch):
         raise ValueError(f"on_touch={on_touch!r} must be one of {get_args(OnTouch)}")
-    dtype = torch.get_default_dtype() if dtype is None else dtype
+    dtype = torch.empty(0, dtype=dtype, device="meta").dtype  # what torch makes of None, or of Python's float
     where = resolve_device(device)
     if pool is not None:
+        if not isinstance(pool, PagePool):
+            raise ValueError(f"pool={pool!r} must be a PagePool")
         pool.check_open()
         if pool.driver.device != device_name(where):
             raise ValueError(f"pool of {pool.driver.device} cannot hold a tensor on {where}")

@@ -38,7 +38,10 @@ def footprint(
     # Inner dimensions fill a block without leaving out a whole page group; the others shift that block about.
     block_bytes = element_bytes
     starts = np.array([offset * element_bytes], np.int64)
-    for stride, size in sorted(zip(strides, shape, strict=True)):
+    sizes: dict[int, int] = {}
+    for stride, size in zip(strides, shape, strict=True):
+        sizes[stride] = sizes.get(stride, 1) + size - 1  # dimensions of one stride (windows) reach as one
+    for stride, size in sorted(sizes.items()):
         if size == 1 or stride == 0:
             continue
         stride_bytes = stride * element_bytes

@@ -14,12 +14,14 @@ from vtensor.allocator import graveyard
 from vtensor.allocator.address_space import AddressSpace, Shortage, out_of_pages
 from vtensor.allocator.page_pool import PagePool
 from vtensor.errors import ClosedError
+from vtensor.interrupts import interrupts_held
 from vtensor.streams import DeviceEvent, StreamUse, check_not_capturing, is_capturing
+from vtensor.unpicklable import Unpicklable
 
 __all__ = ["Region"]
 
 
-class Region:
+class Region(Unpicklable):
     """Reserved addresses as one torch storage, with the streams that use it.
 
     The memory lives as long as the *storage*, that is as long as any view of it, plain or virtual, and not as long as
@@ -48,9 +50,10 @@ class Region:
         """A plain tensor over the region; sizes, strides and offset in elements."""
         if self._bytes is None:
             raise ClosedError("this memory was closed")
-        return torch.empty(0, dtype=dtype, device=self.device).set_(
-            self._bytes.untyped_storage(), offset, shape, strides
-        )
+        with torch.inference_mode(False):  # a view made within it could never be written to outside of it
+            return torch.empty(0, dtype=dtype, device=self.device).set_(
+                self._bytes.untyped_storage(), offset, shape, strides
+            )
 
     @property
     def is_viewed(self) -> bool:
@@ -132,10 +135,11 @@ def _bury(space: AddressSpace, streams: StreamUse, process_id: int) -> None:
     """Give up the memory of a dead storage as soon as the device has finished with it."""
     if os.getpid() != process_id:
         return  # a forked child must not touch the parent's memory
-    if streams.device.type == "cpu":
-        space.close()
-    elif is_capturing(streams.device):
-        graveyard.bury(streams.record, space.close)
-    else:
-        graveyard.bury(streams.record(), space.close)
-        graveyard.sweep()
+    with interrupts_held():
+        if streams.device.type == "cpu":
+            space.close()
+        elif is_capturing(streams.device):
+            graveyard.bury(streams.record, space.close)
+        else:
+            graveyard.bury(streams.record(), space.close)
+            graveyard.sweep()

@@ -316,8 +316,10 @@ def _map_tensors(function: Callable[[torch.Tensor], torch.Tensor], result: Any) 
 def _write_out(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
     """Call an operator with ``out=``, which torch resizes where it does not fit: here, into what has no memory."""
     names = [name for name in out_names(func) if name in kwargs]
+    others = (*args, *(value for name, value in kwargs.items() if name not in names))
+    inputs = {id(tensor._region) for tensor in _virtual_tensors(others)}
     with torch._C._DisableTorchDispatch():
-        stand_ins = {name: _map_tensors(_stand_in, kwargs[name]) for name in names}
+        stand_ins = {name: _map_tensors(lambda out: _stand_in(out, inputs), kwargs[name]) for name in names}
         try:
             func(*args, **{**kwargs, **stand_ins})
         except RuntimeError as error:
@@ -336,12 +338,21 @@ def _write_out(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
     return kwargs[names[0]] if len(names) == 1 else tuple(kwargs[name] for name in names)
 
 
-def _stand_in(target: torch.Tensor) -> torch.Tensor:
-    """What an operator may write to instead: the same memory and no byte more, or memory of its own."""
+def _stand_in(target: torch.Tensor, input_regions: set[int]) -> torch.Tensor:
+    """What an operator may write to instead: the same memory and no byte more, or memory of its own.
+
+    Where an input may overlap, only memory of its own will do: of a storage made for the purpose, torch cannot know.
+    """
     if not isinstance(target, VirtualTensor):
         return target
     part = torch.empty(0, dtype=target.dtype, device=target.device)
-    if target.numel() == 0 or not target.is_contiguous() or target.is_conj() or target.is_neg():
+    if (
+        id(target._region) in input_regions
+        or target.numel() == 0
+        or not target.is_contiguous()
+        or target.is_conj()
+        or target.is_neg()
+    ):
         return part
     storage = torch._C._construct_storage_from_data_pointer(target.data_ptr(), target.device, target.nbytes)
     return part.set_(storage, 0, target.shape, target.stride())

@@ -16,6 +16,7 @@ import numpy as np
 import numpy.typing as npt
 
 from vtensor.errors import DriverError, ForkedError
+from vtensor.unpicklable import Unpicklable
 
 __all__ = ["INVALID_VALUE", "NOT_SUPPORTED", "OUT_OF_MEMORY", "SUCCESS", "Call", "Driver"]
 
@@ -64,7 +65,7 @@ _NUM_ARGUMENTS = {
 _PROTOTYPES = {n: ctypes.CFUNCTYPE(ctypes.c_int, *[ctypes.c_int64] * n) for n in set(_NUM_ARGUMENTS.values())}
 
 
-class Driver(ABC):
+class Driver(Unpicklable, ABC):
     """Virtual-memory calls of one device.
 
     Attributes
@@ -111,7 +112,7 @@ class Driver(ABC):
     def explain(self, call: Call, code: int) -> tuple[str, str]:
         """Name of an error code, and what it means for this call."""
 
-    def finish(self, stream: int) -> None:  # noqa: B027 - the host has nothing to wait for
+    def finish(self, stream: int) -> None:
         """Wait until a stream has done what it was given; on the host everything has."""
 
     # -- the calls ----------------------------------------------------------------------------------------------

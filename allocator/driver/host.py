@@ -12,7 +12,7 @@ import numpy as np
 from vtensor.allocator.driver import host_native as native
 from vtensor.allocator.driver.base import Call, Driver
 from vtensor.allocator.native import sparse_array
-from vtensor.errors import VTensorError
+from vtensor.errors import DriverError, VTensorError
 from vtensor.units import KIB
 
 __all__ = ["HostDriver"]
@@ -80,9 +80,12 @@ class HostDriver(Driver):
         self.default_page_group_bytes = max(64 * KIB, mmap.PAGESIZE)
         if native.STATE[native.PROCESS] == os.getpid():
             raise VTensorError("there is one HostDriver a process: use get_driver('cpu')")
-        self._file = os.memfd_create("vtensor", os.MFD_CLOEXEC)
-        self._handles = sparse_array(_MAX_HANDLES * native.HANDLE_WORDS, np.int64)
-        self._reservations = sparse_array(_MAX_RESERVATIONS * native.RESERVATION_WORDS, np.int64)
+        try:
+            self._handles = sparse_array(_MAX_HANDLES * native.HANDLE_WORDS, np.int64)
+            self._reservations = sparse_array(_MAX_RESERVATIONS * native.RESERVATION_WORDS, np.int64)
+            self._file = os.memfd_create("vtensor", os.MFD_CLOEXEC)
+        except OSError as error:
+            raise DriverError("memfd_create", "no memory", f"no room for the tables of the host: {error}") from error
         state = native.STATE
         state[:] = 0  # in a forked child it describes the parent's memory
         state[native.PROCESS] = os.getpid()

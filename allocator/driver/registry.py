@@ -50,7 +50,7 @@ def _make(device: str) -> Driver:
         from vtensor.allocator.driver.host import HostDriver
 
         return HostDriver()
-    if kind == "cuda" and index.isdigit():
+    if kind == "cuda" and index.isascii() and index.isdecimal():
         from vtensor.allocator.driver.cuda import CudaDriver
 
         return CudaDriver(int(index))

@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import errno
 import itertools
+import os
 import threading
 from collections.abc import Callable
 
@@ -11,6 +13,7 @@ import pytest
 
 from tests.helpers.faults import fail, record
 from tests.helpers.memory import access_at, fill_place, place_value, ranges
+from vtensor.allocator import native
 from vtensor.allocator.address_space import AddressSpace, Shortage
 from vtensor.allocator.driver import Call, Driver
 from vtensor.allocator.page_pool import PagePool
@@ -134,6 +137,45 @@ def test_more_than_the_address_space(pool: PagePool, size_bytes: int) -> None:
         AddressSpace(pool, size_bytes)
 
 
+@pytest.mark.parametrize("nth", [1, 2])
+def test_table_without_memory_gives_the_reservation_back(
+    nth: int, pool: PagePool, make_space: MakeSpace, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    real, asked = native.sparse_array, []
+
+    def sparse_array(length: int, dtype: np.dtype[np.generic]) -> np.ndarray[tuple[int], np.dtype[np.generic]]:
+        asked.append(length)
+        if len(asked) == nth:
+            raise OSError(errno.ENOMEM, os.strerror(errno.ENOMEM))
+        return real(length, dtype)
+
+    monkeypatch.setattr(native, "sparse_array", sparse_array)
+    with (
+        record(pool.driver) as calls,
+        pytest.raises(ReservationError, match=r"table of 16 places.*Cannot allocate memory.*overcommit") as caught,
+    ):
+        make_space()
+    assert isinstance(caught.value, MemoryError)
+    assert isinstance(caught.value.__cause__, OSError)
+    assert asked == [16] * nth
+    assert [made.call for made in calls] == [Call.RESERVE, Call.FREE]
+    monkeypatch.undo()
+    assert len(list(pool._spaces)) == 0
+    assert make_space().commit(ranges((0, 16)), content=MINE) == 16
+
+
+def test_interrupted_making_gives_the_reservation_back(
+    pool: PagePool, make_space: MakeSpace, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def adopt(space: AddressSpace) -> None:
+        raise KeyboardInterrupt
+
+    monkeypatch.setattr(pool, "adopt", adopt)
+    with record(pool.driver) as calls, pytest.raises(KeyboardInterrupt):
+        make_space()
+    assert [made.call for made in calls] == [Call.RESERVE, Call.FREE]
+
+
 def test_last_places_of_terabytes(make_pool: MakePool) -> None:
     pool = make_pool(16, page_group_bytes=2 << 20)
     space = AddressSpace(pool, 12 << 40)
@@ -219,6 +261,63 @@ def test_zeroing_that_fails_is_undone(make_space: MakeSpace, monkeypatch: pytest
     assert place_value(other, 3) == 66
     space.commit(ranges((0, 1), (2, 2)), content=MINE)
     assert [place_value(space, place) for place in (0, 2, 3)] == [0, 0, 0]
+
+
+@pytest.mark.parametrize("where", ["first zero", "second zero", "second zero done", "on_mapped"])
+@pytest.mark.parametrize("interrupt", [KeyboardInterrupt, SystemExit, MemoryError])
+def test_interrupt_shows_nobody_elses_data(
+    where: str, interrupt: type[BaseException], make_space: MakeSpace, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    space, other = make_space(), make_space()
+    space.commit(ranges((1, 1)), content=MINE)
+    fill_place(space, 1, 11)
+    other.commit(ranges((0, 4)), content=THEIRS)
+    for place in range(4):
+        fill_place(other, place, 66)
+    other.decommit(ranges((0, 3)), forget_content=False)
+    driver_type, log = type(space.pool.driver), []
+    real_zero, real_finish = driver_type.zero, driver_type.finish
+
+    def zero(self: Driver, address: int, size_bytes: int, stream: int) -> None:
+        log.append("zero")
+        if where == ("first zero", "second zero")[min(log.count("zero"), 2) - 1]:
+            raise interrupt
+        real_zero(self, address, size_bytes, stream)
+        if where == "second zero done" and log.count("zero") == 2:
+            raise interrupt
+
+    def finish(self: Driver, stream: int) -> None:
+        log.append("finish")
+        assert space.num_mapped == 4, "the device may still be writing to what is taken away"
+        real_finish(self, stream)
+
+    def on_mapped() -> None:
+        log.append("on_mapped")
+        if where == "on_mapped":
+            raise interrupt
+
+    monkeypatch.setattr(driver_type, "zero", zero)
+    monkeypatch.setattr(driver_type, "finish", finish)
+    with pytest.raises(interrupt):
+        space.commit(ranges((0, 4)), content=MINE, on_mapped=on_mapped)
+    assert log[-1] == "finish"
+    assert mapped(space) == [1]
+    assert space.num_mapped == 1
+    assert (place_value(space, 1), place_value(other, 3)) == (11, 66)
+    space.check_integrity()
+    monkeypatch.undo()
+    for heir in (MINE, THEIRS):  # nor does the interrupted owner, or the former one, find them unzeroed later
+        space.commit(ranges((0, 4)), content=heir)
+        assert [place_value(space, place) for place in range(4)] == [0, 11, 0, 0]
+        space.decommit(ranges((0, 1), (2, 2)), forget_content=False)
+
+
+def test_on_mapped_is_called_once_if_anything_was_mapped(make_space: MakeSpace) -> None:
+    space, calls = make_space(), []
+    for span, expected in (((0, 2), [2]), ((0, 2), []), ((0, 6), [6]), ((1, 1), [])):
+        calls.clear()
+        space.commit(ranges(span), content=MINE, on_mapped=lambda: calls.append(space.num_mapped))
+        assert calls == expected
 
 
 # -- alias --------------------------------------------------------------------------------------------------------

@@ -8,6 +8,7 @@ import subprocess
 import sys
 import textwrap
 import threading
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 
 import pytest
@@ -15,11 +16,12 @@ import torch
 
 from tests.helpers.child import in_child
 from tests.helpers.faults import BROKEN, fail, record
-from vtensor.allocator.driver import Call, Driver, get_driver
+from vtensor.allocator.driver import Call, Driver, get_driver, host, registry
 from vtensor.allocator.driver.base import INVALID_VALUE, OUT_OF_MEMORY
+from vtensor.allocator.driver.host import HostDriver
 from vtensor.allocator.page_pool import PagePool
 from vtensor.allocator.reservation import Reservation
-from vtensor.errors import DriverError, ForkedError, ReservationError
+from vtensor.errors import DriverError, ForkedError, ReservationError, VTensorError
 
 
 def test_one_driver_a_device(driver: Driver, device: str) -> None:
@@ -47,6 +49,76 @@ def test_device_of_another_kind(device: str) -> None:
     with pytest.raises(ValueError, match="use 'cpu' or 'cuda:<index>'") as caught:
         get_driver(device)
     assert repr(device) in str(caught.value)
+
+
+@pytest.mark.parametrize("device", [None, "cpu", "cpu:0", torch.device("cpu"), torch.device("cpu", 0)], ids=repr)
+def test_pool_takes_devices_as_torch_does(device: torch.device | str | None) -> None:
+    pool = PagePool(device)
+    assert pool.driver is get_driver("cpu")
+    pool.close()
+
+
+@pytest.mark.parametrize(
+    "device", ["cpu:1", "tpu", "meta", "", "cpu:x", torch.device("cpu", 1), torch.device("meta")], ids=repr
+)
+def test_pool_of_another_device(device: torch.device | str) -> None:
+    with pytest.raises(ValueError, match="'cpu' or 'cuda'") as caught:
+        PagePool(device)
+    assert str(device) in str(caught.value)
+
+
+def test_pool_on_torchs_default_device() -> None:
+    with torch.device("meta"), pytest.raises(ValueError, match="meta"):
+        PagePool()
+    with torch.device("meta"), torch.device("cpu"):
+        PagePool().close()
+
+
+def test_second_host_driver_is_refused() -> None:
+    from vtensor.allocator.driver import host_native as native
+
+    pool = PagePool("cpu")
+    size = pool.driver.granularity_bytes
+    address = pool.driver.reserve(size)
+    before = native.STATE.tolist()
+    with pytest.raises(VTensorError, match=r"one HostDriver a process: use get_driver\('cpu'\)"):
+        HostDriver()
+    assert native.STATE.tolist() == before
+    pool.driver.free(address, size)
+    pool.close()
+
+
+# -- how much memory there is ---------------------------------------------------------------------------------------
+
+MIB, GIB = 1 << 20, 1 << 30
+LIMIT, USED, STAT = "memory.max", "memory.current", "memory.stat"
+
+
+@pytest.mark.parametrize(
+    ("group", "available", "total"),
+    [
+        ({}, 6 * GIB, 8 * GIB),
+        ({LIMIT: "max\n", USED: f"{GIB}\n"}, 6 * GIB, 8 * GIB),
+        ({LIMIT: f"{4 * GIB}\n", USED: f"{3 * GIB}\n"}, GIB, 4 * GIB),
+        ({LIMIT: 4 * GIB, USED: 3 * GIB, STAT: "anon 5\n"}, GIB, 4 * GIB),
+        ({LIMIT: 4 * GIB, USED: 3 * GIB, STAT: f"anon 5\nfile 9\ninactive_file {2 * GIB}\n"}, 3 * GIB, 4 * GIB),
+        ({LIMIT: 4 * GIB, USED: 4 * GIB, STAT: f"inactive_file {MIB}\nactive_file 7\n"}, MIB, 4 * GIB),
+        ({LIMIT: 4 * GIB, USED: 5 * GIB, STAT: f"inactive_file {MIB}\n"}, 0, 4 * GIB),
+        ({LIMIT: 4 * GIB, USED: 3 * GIB, STAT: "what is this\n"}, GIB, 4 * GIB),
+        ({LIMIT: 64 * GIB, USED: 2 * GIB, STAT: f"inactive_file {GIB}\n"}, 6 * GIB, 8 * GIB),
+    ],
+    ids=repr,
+)
+def test_memory_of_a_control_group(
+    group: dict[str, object], available: int, total: int, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    meminfo = f"MemTotal: {8 * GIB >> 10} kB\nMemFree: 17 kB\nMemAvailable: {6 * GIB >> 10} kB\n"
+    files = {"proc/meminfo": meminfo, **{f"sys/fs/cgroup/{name}": str(text) for name, text in group.items()}}
+    for name, text in files.items():
+        (tmp_path / name).parent.mkdir(parents=True, exist_ok=True)
+        (tmp_path / name).write_text(text)
+    monkeypatch.setattr(host, "Path", lambda path: tmp_path / path.lstrip("/"))
+    assert get_driver("cpu").memory_info() == (available, total)
 
 
 def test_missing_gpu_is_a_typed_error() -> None:
@@ -201,6 +273,18 @@ def test_child_makes_its_own_driver(device: str) -> None:
 
     assert in_child(make) == (0, "True")
     pool.close()
+
+
+def test_child_does_not_wait_for_a_lock_of_the_parents_threads() -> None:
+    with ThreadPoolExecutor(1) as other:
+        other.submit(registry._lock.acquire).result()
+        try:
+            outcome = in_child(lambda: get_driver("cpu").live_bytes, timeout_s=10)  # type: ignore[attr-defined]
+            again = in_child(lambda: in_child(lambda: get_driver("cpu").device, timeout_s=5), timeout_s=10)
+        finally:
+            registry._lock.release()
+    assert outcome == (0, "0")
+    assert again == (0, "(0, 'cpu')")
 
 
 @pytest.mark.skipif(torch.cuda.is_available(), reason="a child cannot use CUDA after its parent did")

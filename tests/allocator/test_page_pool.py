@@ -10,7 +10,6 @@ import signal
 import subprocess
 import sys
 import threading
-import time
 import weakref
 from collections.abc import Callable
 
@@ -531,16 +530,16 @@ def test_child_does_not_see_the_parents_memory(pool: PagePool, make_space: MakeS
 @pytest.mark.parametrize("num_page_groups", [24, None])
 def test_threads_share_a_pool(make_pool: MakePool, num_page_groups: int | None) -> None:
     pool = make_pool(num_page_groups)
-    seconds, num_places = (2 if num_page_groups else 1), 16
+    num_rounds, num_places = 1000, 16
     spaces = [AddressSpace(pool, num_places * pool.page_group_bytes) for _ in range(2)]
-    rounds, errors = [0, 0], []
-    end = time.monotonic() + seconds
+    rounds, errors, barrier = [0, 0], [], threading.Barrier(2)
 
     def work(number: int) -> None:
         random, space, mark = np.random.default_rng(number), spaces[number], pool.new_content()
         held: set[int] = set()
         try:
-            while time.monotonic() < end:
+            barrier.wait()
+            for _ in range(num_rounds):
                 first = int(random.integers(num_places))
                 span = ranges((first, int(random.integers(1, num_places - first + 1))))
                 places = set(range(first, first + int(span[0, 1])))
@@ -566,7 +565,7 @@ def test_threads_share_a_pool(make_pool: MakePool, num_page_groups: int | None) 
     for thread in threads:
         thread.join()
     assert errors == []
-    assert min(rounds) > 50
+    assert rounds == [num_rounds] * 2
     pool.check_integrity()
 
 

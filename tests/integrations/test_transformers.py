@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import copy
 from typing import Any
 
 import numpy as np
@@ -188,9 +189,9 @@ def test_the_models_maximum_costs_nothing() -> None:
 
 
 class TestRearranging:
-    def filled(self, batch: int, max_batch_size: int) -> VirtualCache:
+    def filled(self, batch: int, max_batch_size: int, **options: Any) -> VirtualCache:
         cache = VirtualCache(
-            make_model().config, max_cache_len=64, max_batch_size=max_batch_size, page_group_bytes=4096
+            make_model().config, max_cache_len=64, max_batch_size=max_batch_size, page_group_bytes=4096, **options
         )
         for layer in range(3):
             states = torch.arange(batch * 2 * 5 * 16, dtype=torch.float32).view(batch, 2, 5, 16) + 1000 * layer
@@ -226,6 +227,35 @@ class TestRearranging:
             assert torch.equal(cache.layers[0].keys, keys)
             cache.manager.check_integrity()
 
+    @pytest.mark.parametrize("repeats", [3, 4])
+    def test_more_than_the_memory_is_refused_and_changes_nothing(self, repeats: int) -> None:
+        # A sequence of 5 tokens takes 1 page group, one of 6 takes 2.
+        with self.filled(2, 8, capacity_bytes=4 * 4096) as cache:
+            before = [(layer.keys.clone(), layer.values.clone()) for layer in cache.layers]
+            with pytest.raises(OutOfPagesError, match="more page groups"):
+                cache.batch_repeat_interleave(repeats)
+            assert cache.get_seq_length() == 5
+            assert cache.manager.stats().num_active_slots == 2
+            assert cache.manager.stats().mapped_page_groups == 2
+            cache.manager.check_integrity()
+            for index, (layer, (keys, values)) in enumerate(zip(cache.layers, before, strict=True)):
+                assert torch.equal(layer.keys, keys)
+                assert torch.equal(layer.values, values)
+                new = torch.full((2, 2, 1, 16), 7.0 + index)
+                all_keys, all_values = cache.update(new, -new, index)
+                assert torch.equal(all_keys, torch.cat([keys, new], dim=2))
+                assert torch.equal(all_values, torch.cat([values, -new], dim=2))
+            cache.manager.check_integrity()
+
+    def test_after_a_refusal_a_smaller_growth_works(self) -> None:
+        with self.filled(2, 8, capacity_bytes=4 * 4096) as cache:
+            keys = cache.layers[2].keys.clone()
+            with pytest.raises(OutOfPagesError):
+                cache.batch_repeat_interleave(3)
+            cache.batch_repeat_interleave(2)
+            assert torch.equal(cache.layers[2].keys, keys[[0, 0, 1, 1]])
+            cache.manager.check_integrity()
+
     @pytest.mark.parametrize(("argument", "left"), [(-2, 3), (0, 5), (3, 3), (99, 5), (-99, 0)])
     def test_crop_in_both_meanings(self, argument: int, left: int) -> None:
         with self.filled(2, 2) as cache:
@@ -240,6 +270,68 @@ class TestRearranging:
                 assert (keys[:, :, left:] == 7).all()
             assert cache.layers[0].keys.data_ptr() == pointer
             cache.manager.check_integrity()
+
+
+class TestCopies:
+    def test_a_copy_holds_the_same_tokens_and_goes_its_own_way(self) -> None:
+        with TestRearranging().filled(2, 6, layout="per_layer") as cache:
+            before = [(layer.keys.clone(), layer.values.clone()) for layer in cache.layers]
+            with copy.deepcopy(cache) as copied:
+                assert (copied.get_seq_length(), copied.max_cache_len, copied.max_batch_size) == (5, 64, 6)
+                assert copied.manager is not cache.manager
+                assert copied.manager.config == cache.manager.config
+                for one, other, (keys, values) in zip(copied.layers, cache.layers, before, strict=True):
+                    assert one is not other
+                    assert torch.equal(one.keys, keys)
+                    assert torch.equal(one.values, values)
+                new = torch.full((2, 2, 3, 16), 7.0)
+                for index in range(3):
+                    copied.update(new, new, index)
+                    copied.layers[index].keys.fill_(9)
+                copied.batch_repeat_interleave(3)
+                copied.manager.check_integrity()
+                cache.manager.check_integrity()
+            for index, (layer, (keys, values)) in enumerate(zip(cache.layers, before, strict=True)):
+                assert torch.equal(layer.keys, keys)
+                assert torch.equal(layer.values, values)
+                assert torch.equal(cache.update(-new, new, index)[0], torch.cat([keys, -new], dim=2))
+            cache.manager.check_integrity()
+
+    @pytest.mark.parametrize("start", ["never used", "reset"])
+    def test_a_copy_of_an_empty_cache(self, start: str, device: str) -> None:
+        model, inputs = make_model(device=device), make_inputs(device)
+        expected = generate(model, inputs)
+        with VirtualCache.for_model(model, page_group_bytes=page_group_bytes(device)) as cache:
+            if start == "reset":
+                generate(model, inputs, cache)
+                cache.reset()
+            with copy.deepcopy(cache) as copied:
+                assert copied.get_seq_length() == 0
+                assert torch.equal(generate(model, inputs, copied), expected)
+                assert cache.get_seq_length() == 0
+                assert torch.equal(generate(model, inputs, cache), expected)
+                assert copied.manager is not cache.manager
+
+    def test_a_prefix_is_computed_once_and_used_several_times(self, device: str) -> None:
+        model = make_model(device=device)
+        prefix = make_inputs(device, batch=1, length=7)["input_ids"]
+        with VirtualCache.for_model(model, page_group_bytes=page_group_bytes(device)) as cache:
+            with torch.no_grad():
+                model(input_ids=prefix, past_key_values=cache, use_cache=True)
+            for ending in ([5], [9, 4], [5]):
+                tokens = torch.cat([prefix, torch.tensor([ending], device=device)], dim=1)
+                prompt = {"input_ids": tokens, "attention_mask": torch.ones_like(tokens)}
+                with copy.deepcopy(cache) as copied:
+                    assert torch.equal(generate(model, prompt, copied), generate(model, prompt))
+            assert cache.get_seq_length() == 7
+
+    def test_a_copy_of_a_cropped_cache(self) -> None:
+        with TestRearranging().filled(2, 2) as cache:
+            cache.crop(-2)
+            with copy.deepcopy(cache) as copied:
+                assert copied.get_seq_length() == 3
+                assert torch.equal(copied.layers[2].keys, cache.layers[2].keys)
+                copied.manager.check_integrity()
 
 
 class TestMisuse:

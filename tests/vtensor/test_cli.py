@@ -214,7 +214,7 @@ def test_dynamic_cache_is_counted_as_it_works(monkeypatch: pytest.MonkeyPatch) -
         (["--max-cache-len", "0"], "--max-cache-len 0 must be at least 1"),
         (["--max-cache-len", "9"], "--max-cache-len 9 is too short"),
         (["--prompt", " "], "--prompt must not be empty"),
-        (["--device", "tpu"], "--device tpu: use cpu"),
+        (["--device", "tpu"], "device='tpu' is no device that torch knows: use 'cpu' or 'cuda'"),
         (["--device", "mps"], "'mps'"),
         (["--device", "cuda:99"], "'cuda:99'"),
         (["--max-cache-len", str(10**15)], "address space"),

@@ -86,3 +86,9 @@ def test_a_dense_view_of_100_tib_is_one_run() -> None:
 
 def test_offsets_beyond_32_bits() -> None:
     assert footprint(1 << 40, (2,), (1 << 42,), 8, 1 << 21).tolist() == [[1 << 22, 1], [(1 << 22) + (1 << 24), 1]]
+
+
+def test_windows_over_large_strides_cost_no_more_than_their_base() -> None:
+    # unfold gives two dimensions of one stride; taken one after the other they would be 50 million places
+    runs = footprint(0, (12_289, 4_096), (32_768, 32_768), 4, 65_536)
+    assert runs.tolist() == footprint(0, (16_384,), (32_768,), 4, 65_536).tolist()

@@ -1,5 +1,6 @@
 """Virtual tensors: created as torch creates tensors, committed where they are touched, and never a way to crash."""
 
+import contextlib
 import copy
 import gc
 import io
@@ -22,8 +23,9 @@ import torch.utils.checkpoint
 import vtensor as vt
 from tests.helpers.child import in_child
 from tests.helpers.faults import BROKEN, fail, record
+from vtensor import factory
 from vtensor.allocator import graveyard
-from vtensor.allocator.driver import Call, Driver, get_driver
+from vtensor.allocator.driver import Call, Driver, get_driver, registry
 
 TIB = 1 << 40
 ROW = 1 << 18  # elements of a row of `huge`: 1 MiB, whole page groups on the host
@@ -1293,6 +1295,34 @@ def test_a_child_is_told_and_harms_nobody() -> None:
     assert in_child(body) == (0, "told")
     assert x[3].unique().tolist() == [1]
     assert strict.tolist() == [2, 2, 2, 2]
+
+
+@pytest.mark.parametrize("lock", [(factory, "_lock"), (registry, "_lock"), (graveyard, "_digging")], ids=str)
+def test_a_child_does_not_wait_for_a_lock_of_the_parents_threads(lock: tuple[Any, str]) -> None:
+    vt.empty(4, device="cpu").fill_(1)
+    let_go = threading.Event()
+    is_held = threading.Event()
+
+    def hold() -> None:
+        with getattr(*lock):
+            is_held.set()
+            let_go.wait(60)
+
+    def use() -> object:
+        pool = small_pool("cpu", 1)
+        with contextlib.suppress(vt.OutOfPagesError):
+            vt.empty(2 * page("cpu"), dtype=torch.uint8, device="cpu", pool=pool).commit()  # a shortage drains
+        return vt.empty(4, device="cpu").fill_(2).sum().item()
+
+    thread = threading.Thread(target=hold)
+    thread.start()
+    try:
+        assert is_held.wait(10)
+        outcome = in_child(use, timeout_s=10)
+    finally:
+        let_go.set()
+        thread.join()
+    assert outcome == (0, "8.0")
 
 
 def test_finalizers_in_a_child_touch_nothing_of_the_parents(live_bytes: Callable[[], int]) -> None:

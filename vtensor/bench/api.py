@@ -4,21 +4,7 @@ Each round makes the whole life of one handle, reserve to free, through `Driver`
 shuffled together, so that whatever drifts (clock, neighbours) drifts for all of them. The same methods over C functions
 that do nothing give the share of Python in every figure.
 
-One H200 (driver 580.159), us, median. Expected, from earlier runs without this Python overhead, and then measured here
-over 100 rounds, less Python's share of 2 to 3:
-
-====== ========== ====== === ========== ===== =======
-size   run        create map set_access unmap release
-2 MiB  expected     10.1 1.6       29.4  19.6    12.5
-2 MiB  measured      8.9 1.1       20.7  14.6     9.5
-32 MiB expected      9.1 1.2       25.1  16.5    29.3
-32 MiB measured      9.5 1.1       34.2  22.0    17.8
-512    expected     25.1 2.3       58.8  29.1   225
-512    measured     14.2 1.1       46.3  26.0   140
-====== ========== ====== === ========== ===== =======
-
-At 32 MiB set_access and unmap came out a third slower than expected, and create 4 %; all else was 10 to 52 % faster.
-The cause is not known. The runs differ in order: here every size's calls lie between those of other sizes.
+What it gave on an H200, against what was expected there: notebooks/results/README.md.
 """
 
 from __future__ import annotations

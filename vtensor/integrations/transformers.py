@@ -149,22 +149,24 @@ class VirtualCache(Cache):
         if self._manager is None:
             config_options = {name: value for name, value in self._options.items() if name in _CONFIG_OPTIONS}
             manager_options = {name: value for name, value in self._options.items() if name in _MANAGER_OPTIONS}
-            self._max_batch_size = self._max_batch_size or batch
-            self._check_batch(batch)
+            max_batch_size = self._max_batch_size or batch
             config = KVCacheConfig(
                 num_layers=len(self.layers),
                 num_kv_heads=num_heads,
                 head_dim=head_dim,
-                max_batch_size=self._max_batch_size,
+                max_batch_size=max_batch_size,
                 max_context_tokens=self.max_cache_len,
                 dtype=states.dtype,
                 **config_options,
             )
             self._manager = KVCacheManager(config, self._device or states.device, **manager_options)
+            self._max_batch_size = max_batch_size
         self._resize(batch)
 
     def reserve(self, batch: int, num_tokens: int) -> None:
         """Commit memory for so many tokens of every sequence, in all layers. A no-op for all layers but the first."""
+        if batch != self._batch_size and self._num_tokens == 0:
+            self._resize(batch)
         if batch != self._batch_size:
             raise RequestError(f"the cache holds {self._batch_size} sequences, the new keys are for {batch}")
         if num_tokens == self._num_tokens:
@@ -174,6 +176,10 @@ class VirtualCache(Cache):
                 f"{num_tokens:,} tokens exceed max_cache_len={self.max_cache_len:,}; make the VirtualCache with "
                 "a larger one (it costs addresses only)"
             )
+        self._step(batch, num_tokens)
+        self._num_tokens = num_tokens
+
+    def _step(self, batch: int, num_tokens: int) -> None:
         manager = self.manager
         lengths = [num_tokens] * batch + [0] * (manager.config.max_batch_size - batch)
         result = manager.step(lengths)
@@ -183,7 +189,6 @@ class VirtualCache(Cache):
                 f"{format_bytes(manager.pool.page_group_bytes)} than can be had on {manager.device}; the cache still "
                 f"holds its {self._num_tokens:,} tokens. Free memory, or give the cache more capacity_bytes"
             )
-        self._num_tokens = num_tokens
 
     def _check_batch(self, batch: int) -> None:
         limit = cast(int, self._max_batch_size)
@@ -236,16 +241,15 @@ class VirtualCache(Cache):
             return
         batch, old_batch, num_tokens = len(source), self._batch_size, self._num_tokens
         self._check_batch(batch)
+        if batch and not 0 <= int(source.min()) <= int(source.max()) < old_batch:
+            raise RequestError(f"sequences {source.tolist()} were asked for; the cache holds 0 to {old_batch - 1}")
         if batch > old_batch:
             self._resize(batch)
-            self._num_tokens = -1  # so that memory is reserved for the new sequences
             try:
-                self.reserve(batch, num_tokens)
+                self._step(batch, num_tokens)
             except BaseException:
                 self._resize(old_batch)
                 raise
-            finally:
-                self._num_tokens = num_tokens
         source = source.to(self.manager.device)
         for layer in self.layers:
             layer.rearrange(source)
@@ -290,6 +294,14 @@ class VirtualLayer(CacheLayerMixin):
             raise RequestError(
                 f"layer {self._index} computes on {key_states.device}, the cache lies on {manager.device}; "
                 "VirtualCache serves models on one device"
+            )
+        config = manager.config
+        made_for = (config.num_kv_heads, config.head_dim, config.dtype)
+        given = (key_states.shape[1], key_states.shape[3], key_states.dtype)
+        if made_for != given:
+            raise RequestError(
+                f"layer {self._index} gives {given[0]} heads of {given[1]} {given[2]}, the cache is for {made_for[0]} "
+                f"heads of {made_for[1]} {made_for[2]}; make a VirtualCache for each model"
             )
         self._key, self._value = manager.layer(self._index, plain=True)
         self.dtype, self.device = key_states.dtype, key_states.device
@@ -352,7 +364,7 @@ class VirtualLayer(CacheLayerMixin):
     def crop(self, tokens_to_remove: int) -> None:
         """Remove tokens at the end: -n or 0 removes n; a positive number is the length to keep (before 5.16)."""
         keep = min(tokens_to_remove, self._num_tokens) if tokens_to_remove > 0 else self._num_tokens + tokens_to_remove
-        if self.is_initialized:
+        if self._num_tokens:
             self._show(self.keys.shape[0], max(keep, 0))
 
     def get_seq_length(self, *args: Any) -> int:

@@ -65,7 +65,7 @@ class KVCacheConfig:
     head_dim: int
     max_batch_size: int
     max_context_tokens: int
-    dtype: torch.dtype = torch.float16
+    dtype: torch.dtype = torch.bfloat16
     layout: Layout = "sliced"
     layers_per_slice: int | Literal["auto"] = "auto"
     page_group_bytes: int | None = None

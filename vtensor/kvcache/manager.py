@@ -19,6 +19,7 @@ from vtensor.allocator.address_space import Shortage
 from vtensor.allocator.page_pool import PagePool
 from vtensor.devices import device_name, resolve_device
 from vtensor.errors import ClosedError, OutOfSlotsError, RequestError, VTensorError
+from vtensor.interrupts import interrupts_held
 from vtensor.kvcache.config import KVCacheConfig
 from vtensor.kvcache.layout import CacheLayout
 from vtensor.kvcache.slots import SlotState, SlotTable
@@ -26,13 +27,14 @@ from vtensor.kvcache.stats import KVCacheStats, SlotResidency, StepResult
 from vtensor.region import Region
 from vtensor.streams import DeviceEvent, check_not_capturing
 from vtensor.tensor import VirtualTensor
+from vtensor.unpicklable import Unpicklable
 
 __all__ = ["KVCacheManager"]
 
 SeqLens = Sequence[int] | npt.NDArray[np.integer[Any]] | torch.Tensor
 
 
-class KVCacheManager:
+class KVCacheManager(Unpicklable):
     """A KV cache of max_batch_size x max_context_tokens addresses, with memory only below the tokens it holds.
 
     Per iteration of an engine: ``step`` with the length of every slot, then run the model over ``layer(i)``. The K and
@@ -157,7 +159,7 @@ class KVCacheManager:
         RequestError
             `prompt_tokens` is negative or longer than a slot.
         """
-        with self._lock:
+        with self._lock, interrupts_held():
             self._check_usable("alloc_reqid")
             if prompt_tokens is not None and not _is_index(prompt_tokens, self.config.max_context_tokens + 1):
                 raise RequestError(
@@ -216,11 +218,13 @@ class KVCacheManager:
             if len(ranges) == 0:
                 return StepResult()
             start = time.perf_counter()
-            num_mapped, shortfall = self._commit(ranges, lengths)
+            with interrupts_held():
+                num_mapped, shortfall = self._commit(ranges, lengths)
+                if not shortfall:
+                    plan.apply_step(slots, lengths)
             waited_us = (time.perf_counter() - start) * 1e6
             if shortfall:
                 return StepResult(shortfall_page_groups=shortfall, waited_us=waited_us)
-            plan.apply_step(slots, lengths)
             return StepResult(waited_us=waited_us, num_mapped=num_mapped)
 
     def free_reqid(self, reqid: int) -> None:
@@ -231,7 +235,7 @@ class KVCacheManager:
         RequestError
             `reqid` is not an active request.
         """
-        with self._lock:
+        with self._lock, interrupts_held():
             self._check_usable("free_reqid")
             self._check_active(reqid)
             self._events[reqid] = self._region.streams.record()
@@ -363,7 +367,7 @@ class KVCacheManager:
 
         Views of layers that are still in use keep the memory until they are gone (with a `ResourceWarning`).
         """
-        with self._lock:
+        with self._lock, interrupts_held():
             if self.closed:
                 return
             self.pool.driver.check_process()
@@ -493,7 +497,8 @@ class KVCacheManager:
         graveyard.sweep()
         if not self.deferred_reclamation and self._events:
             done = [slot for slot, events in self._events.items() if _all_passed(events)]
-            self._take_from(np.array(done, np.int64))
+            with interrupts_held():
+                self._take_from(np.array(done, np.int64))
 
     def _zero(self, slots: npt.NDArray[np.int64]) -> None:
         stream, page_group_bytes = self._region.streams.current(), self.pool.page_group_bytes

@@ -8,6 +8,7 @@ from typing import Any
 import numpy as np
 import numpy.typing as npt
 
+from vtensor.interrupts import interrupts_held
 from vtensor.kvcache.layout import CacheLayout
 
 __all__ = ["SlotState", "SlotTable"]
@@ -50,6 +51,8 @@ class SlotTable:
             ),
             limits=np.array([config.max_context_tokens, layout.page_group_bytes], np.int64),
         )
+        with interrupts_held():  # an interrupt while LLVM loads code may crash the process
+            plan.plan_step(self.arrays, np.zeros(config.max_batch_size, np.int64), np.zeros(2, np.int64))
         self._freed_at = np.zeros(config.max_batch_size, np.int64)
         self._num_freed = 0
 
