@@ -57,7 +57,7 @@ def _memory_info() -> tuple[int, int]:
     available = int(fields["MemAvailable"].split()[0]) * KIB
     limit, used = _read_int("/sys/fs/cgroup/memory.max"), _read_int("/sys/fs/cgroup/memory.current")
     if limit is not None and used is not None:
-        used -= _inactive_file_bytes()
+        used = max(0, used - _inactive_file_bytes())
         total, available = min(total, limit), min(available, max(0, limit - used))
     return available, total
 

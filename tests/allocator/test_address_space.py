@@ -300,10 +300,10 @@ def test_interrupt_shows_nobody_elses_data(
     monkeypatch.setattr(driver_type, "finish", finish)
     with pytest.raises(interrupt):
         space.commit(ranges((0, 4)), content=MINE, on_mapped=on_mapped)
-    assert log[-1] == "finish"
     assert mapped(space) == [1]
     assert space.num_mapped == 1
     assert (place_value(space, 1), place_value(other, 3)) == (11, 66)
+    assert log[-1] == "finish"
     space.check_integrity()
     monkeypatch.undo()
     for heir in (MINE, THEIRS):  # nor does the interrupted owner, or the former one, find them unzeroed later

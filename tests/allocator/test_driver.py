@@ -107,7 +107,17 @@ LIMIT, USED, STAT = "memory.max", "memory.current", "memory.stat"
         ({LIMIT: 4 * GIB, USED: 3 * GIB, STAT: "what is this\n"}, GIB, 4 * GIB),
         ({LIMIT: 64 * GIB, USED: 2 * GIB, STAT: f"inactive_file {GIB}\n"}, 6 * GIB, 8 * GIB),
     ],
-    ids=repr,
+    ids=[
+        "no group",
+        "no limit",
+        "no stat",
+        "nothing inactive",
+        "2 GiB inactive",
+        "full but for 1 MiB",
+        "over the limit",
+        "bad stat",
+        "limit above the machine's",
+    ],
 )
 def test_memory_of_a_control_group(
     group: dict[str, object], available: int, total: int, tmp_path: Path, monkeypatch: pytest.MonkeyPatch

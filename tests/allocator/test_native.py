@@ -38,3 +38,17 @@ def test_an_entry_of_another_stamp_is_not_taken(function: Any) -> None:
         overloads = cache_file._load_index()
         overloads.pop("key", None)
         cache_file._save_index(overloads)
+
+
+def test_code_is_compiled_where_it_cannot_be_cached(monkeypatch: pytest.MonkeyPatch) -> None:
+    def refuse(self: object) -> None:
+        raise RuntimeError("cannot cache function: no locator available")
+
+    monkeypatch.setattr("numba.core.dispatcher.Dispatcher.enable_caching", refuse)
+    monkeypatch.setattr("numba.core.ccallback.CFunc.enable_caching", refuse)
+
+    def double(value: int) -> int:
+        return 2 * value
+
+    assert native.compiled(double)(21) == 42
+    assert native.callback("int32(int64)")(double).ctypes(21) == 42

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import copy
 from typing import Any
 
 import pytest
@@ -11,7 +12,7 @@ pytest.importorskip("transformers", reason="the extra 'hf' is not installed")
 
 from transformers import LlamaConfig
 
-from vtensor.errors import OutOfPagesError, RequestError
+from vtensor.errors import ClosedError, OutOfPagesError, RequestError
 from vtensor.integrations.transformers import VirtualCache
 
 LAYERS, HEADS, DIM = 3, 2, 16
@@ -78,3 +79,19 @@ def test_another_model_is_told(other: torch.Tensor) -> None:
         with pytest.raises(RequestError, match="make a VirtualCache for each model"):
             cache.update(other, other, 0)
         fill(cache, 1, 4)
+
+
+def test_a_copy_of_a_cache_in_the_middle_of_a_forward() -> None:
+    with make_cache() as cache:
+        cache.update(states(1, 4), states(1, 4), 0)  # the other layers have not been called yet
+        with copy.deepcopy(cache) as copied:
+            assert torch.equal(copied.layers[0].keys, cache.layers[0].keys)
+            assert copied.layers[1].keys is None
+
+
+def test_no_copy_of_a_closed_cache() -> None:
+    cache = make_cache()
+    fill(cache, 1, 4)
+    cache.close()
+    with pytest.raises(ClosedError):
+        copy.deepcopy(cache)

@@ -1297,7 +1297,9 @@ def test_a_child_is_told_and_harms_nobody() -> None:
     assert strict.tolist() == [2, 2, 2, 2]
 
 
-@pytest.mark.parametrize("lock", [(factory, "_lock"), (registry, "_lock"), (graveyard, "_digging")], ids=str)
+@pytest.mark.parametrize(
+    "lock", [(factory, "_lock"), (registry, "_lock"), (graveyard, "_digging")], ids=["factory", "registry", "graveyard"]
+)
 def test_a_child_does_not_wait_for_a_lock_of_the_parents_threads(lock: tuple[Any, str]) -> None:
     vt.empty(4, device="cpu").fill_(1)
     let_go = threading.Event()

@@ -257,11 +257,13 @@ class VirtualCache(Cache):
 
     def __deepcopy__(self, memo: dict[int, Any]) -> VirtualCache:
         """A cache of its own with the same tokens: how a computed prefix is used several times."""
+        if self._closed:
+            raise ClosedError("this VirtualCache was closed and holds nothing to copy")
         copied = memo[id(self)] = VirtualCache(
             self._config, self._max_cache_len, self._max_batch_size, self._device, **self._options
         )
-        if self._num_tokens:
-            for index, layer in enumerate(self.layers):
+        for index, layer in enumerate(self.layers):
+            if layer.keys is not None:
                 copied.update(layer.keys, layer.values, index)
         return copied
 
