@@ -42,7 +42,7 @@ def relaxed_capture_mode() -> Iterator[None]:
     """Within it, no call of this thread invalidates a graph capture of another one."""
     relaxed = cu.CUstreamCaptureMode.CU_STREAM_CAPTURE_MODE_RELAXED
     call = "cuThreadExchangeStreamCaptureMode"
-    previous = _unwrap(call, cu.cuThreadExchangeStreamCaptureMode(relaxed))
+    previous = cu.CUstreamCaptureMode(int(_unwrap(call, cu.cuThreadExchangeStreamCaptureMode(relaxed))))
     try:
         yield
     finally:
