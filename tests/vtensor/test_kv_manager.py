@@ -60,7 +60,7 @@ def expected_page_groups(config: vt.KVCacheConfig, tokens: int) -> int:
 def snapshot(cache: vt.KVCacheManager) -> tuple[Any, ...]:
     """All that a refused call must leave as it was; the counts of driver calls may grow where calls failed."""
     stats = dataclasses.replace(cache.stats(), num_driver_calls={})
-    return stats, cache.residency(), cache._region.space.arrays.table[:4096].tolist(), sorted(cache._events)
+    return stats, cache.residency(), cache._region.space.arrays.table[:4096].tolist(), sorted(cache._memory._events)
 
 
 def lengths(cache: vt.KVCacheManager, **by_slot: int) -> list[int]:
@@ -481,7 +481,7 @@ def test_a_failing_driver_takes_no_tokens_of_others(driver: Driver, device: str)
 
 def thieving(cache: vt.KVCacheManager, thief: vt.VirtualTensor, times: int, at_most: int) -> None:
     """Have another owner of the pool take what each of the cache's first `times` reclaims has freed."""
-    reclaim, page_group_bytes = cache._reclaim, cache.pool.page_group_bytes
+    reclaim, page_group_bytes = cache._memory.reclaim, cache.pool.page_group_bytes
 
     def reclaim_and_lose(missing: int, counts: Any) -> bool:
         nonlocal times
@@ -492,7 +492,7 @@ def thieving(cache: vt.KVCacheManager, thief: vt.VirtualTensor, times: int, at_m
             thief.commit(thief.resident_bytes + min(free, at_most) * page_group_bytes)
         return has_freed
 
-    cache._reclaim = reclaim_and_lose  # type: ignore[method-assign]
+    cache._memory.reclaim = reclaim_and_lose  # type: ignore[method-assign]
 
 
 @pytest.mark.parametrize("from_surplus", [False, True])
@@ -521,7 +521,7 @@ def test_what_was_reclaimed_may_be_stolen_by_others(times: int, at_most: int, fr
         counts = [slot.seq_len for slot in cache.residency()]
         thieving(cache, thief, times, at_most)
         result = cache.step(lengths(cache, s0=8 * unit))
-        del cache._reclaim
+        del cache._memory.reclaim
         short = result.shortfall_page_groups
         assert short == expected_shortfall([9] if from_surplus else [4, 4, 4], times, at_most)
         assert bool(result) == (short == 0)
@@ -668,7 +668,7 @@ def test_without_deferred_reclamation_memory_goes_back_at_once(device: str) -> N
         assert states(cache) == [FREE, ACTIVE, FREE, FREE]
         assert held(cache) == [0, 2, 0, 0]
         assert cache.stats().free_page_groups == 3
-        assert cache._events == {}
+        assert cache._memory._events == {}
         assert cache.alloc_reqid(prompt_tokens=9) == 0
         assert cache.step(lengths(cache, s0=6 * unit, s1=2 * unit))
         cache.check_integrity()

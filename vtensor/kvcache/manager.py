@@ -14,18 +14,17 @@ import numpy as np
 import numpy.typing as npt
 import torch
 
-from vtensor.allocator import graveyard
-from vtensor.allocator.address_space import Shortage
 from vtensor.allocator.page_pool import PagePool
 from vtensor.devices import device_name, resolve_device
 from vtensor.errors import ClosedError, OutOfSlotsError, RequestError, VTensorError
 from vtensor.interrupts import interrupts_held
 from vtensor.kvcache.config import KVCacheConfig
 from vtensor.kvcache.layout import CacheLayout
+from vtensor.kvcache.reclaim import SlotMemory
 from vtensor.kvcache.slots import SlotState, SlotTable
 from vtensor.kvcache.stats import KVCacheStats, SlotResidency, StepResult
 from vtensor.region import Region
-from vtensor.streams import DeviceEvent, check_not_capturing
+from vtensor.streams import check_not_capturing
 from vtensor.tensor import VirtualTensor
 from vtensor.unpicklable import Unpicklable
 
@@ -115,7 +114,7 @@ class KVCacheManager(Unpicklable):
         size_bytes = self._layout.num_places * pool.page_group_bytes
         self._region = Region(pool, self.device, size_bytes, owner="KVCacheManager")
         self._slots = SlotTable(self._layout)
-        self._events: dict[int, list[DeviceEvent]] = {}  # of deferred slots: when the device has finished
+        self._memory = SlotMemory(self._region, self._slots, deferred_reclamation=deferred_reclamation, scrub=scrub)
         self._views: dict[tuple[int, bool], tuple[torch.Tensor, torch.Tensor]] = {}
         self._problem = np.zeros(2, np.int64)
         self._lock = threading.RLock()
@@ -166,19 +165,14 @@ class KVCacheManager(Unpicklable):
                     f"prompt_tokens={prompt_tokens!r} must be 0 to "
                     f"max_context_tokens={self.config.max_context_tokens:,}"
                 )
-            self._sweep()
+            self._memory.sweep()
             slot = self._slots.choose(prompt_tokens)
             if slot is None:
                 raise OutOfSlotsError(
                     f"all {self.config.max_batch_size} slots hold active requests; free_reqid one first, "
                     "or make the cache with a larger max_batch_size (it costs addresses only)"
                 )
-            self._region.streams.current()
-            self._region.streams.wait(self._events.get(slot, []))
-            if self.scrub:
-                self._zero(np.array([slot], np.int64))
-            self._events.pop(slot, None)
-            self._slots.activate(slot)
+            self._memory.hand_over(slot)
             return slot
 
     def step(self, seq_lens: SeqLens) -> StepResult:
@@ -207,7 +201,7 @@ class KVCacheManager(Unpicklable):
         with self._lock:
             self._check_usable("step")
             lengths = self._as_lengths(seq_lens)
-            self._sweep()
+            self._memory.sweep()
             self._region.streams.current()
             plan, slots = self._slots.plan, self._slots.arrays
             problem = self._problem
@@ -219,7 +213,7 @@ class KVCacheManager(Unpicklable):
                 return StepResult()
             start = time.perf_counter()
             with interrupts_held():
-                num_mapped, shortfall = self._commit(ranges, lengths)
+                num_mapped, shortfall = self._memory.commit(ranges, lengths)
                 if not shortfall:
                     plan.apply_step(slots, lengths)
             waited_us = (time.perf_counter() - start) * 1e6
@@ -238,11 +232,8 @@ class KVCacheManager(Unpicklable):
         with self._lock, interrupts_held():
             self._check_usable("free_reqid")
             self._check_active(reqid)
-            self._events[reqid] = self._region.streams.record()
-            self._slots.defer(reqid)
-            if self._slots.arrays.state[reqid] == SlotState.FREE:
-                del self._events[reqid]
-            self._sweep()
+            self._memory.defer(int(reqid))
+            self._memory.sweep()
 
     def record_stream(self, stream: torch.cuda.Stream) -> None:
         """Declare that a stream, which must outlive the cache, uses it.
@@ -375,7 +366,6 @@ class KVCacheManager(Unpicklable):
             for event in self._region.streams.record():
                 event.synchronize()
             self.closed = True
-            self._events.clear()
             self._views.clear()
             self._region.drop()
             if self._owns_pool:
@@ -435,81 +425,6 @@ class KVCacheManager(Unpicklable):
             plan.NOT_ACTIVE: "the slot is not active; alloc_reqid first, or pass 0",
         }
         return RequestError(f"seq_lens[{slot}]={length:,}: {rules[problem]}")
-
-    # -- memory ---------------------------------------------------------------------------------------------------
-
-    def _commit(self, ranges: npt.NDArray[np.int64], lengths: npt.NDArray[np.int64]) -> tuple[int, int]:
-        """Commit ranges, if need be with what others hold: page groups mapped, page groups short."""
-        region = self._region
-        was_drained = torch_was_asked = False
-        while True:
-            try:
-                return region.try_commit(ranges), 0
-            except Shortage as shortage:
-                missing = shortage.page_groups
-            if not was_drained:
-                was_drained = True
-                graveyard.drain()
-            elif self._reclaim(missing, lengths):
-                pass  # each time leaves less to reclaim, so this ends, whatever others do to the pool meanwhile
-            elif not torch_was_asked and region.ask_torch():
-                torch_was_asked = True
-            else:
-                return 0, missing - self._num_reclaimable(lengths)
-
-    def _num_reclaimable(self, lengths: npt.NDArray[np.int64]) -> int:
-        """Page groups of deferred slots, and surplus."""
-        slots = self._slots
-        held = slots.page_groups(slots.in_state(SlotState.DEFERRED))
-        return int(held.sum() + slots.plan.surplus_ranges(slots.arrays, lengths, False)[:, 1].sum())
-
-    def _reclaim(self, missing: int, lengths: npt.NDArray[np.int64]) -> bool:
-        """Get page groups back: deferred slots, oldest first, then surplus. Does nothing where that is not enough."""
-        if self._num_reclaimable(lengths) < missing:
-            return False
-        slots, plan = self._slots, self._slots.plan
-        deferred = slots.deferred_oldest_first()
-        held = slots.page_groups(deferred)
-        enough = int(np.searchsorted(np.cumsum(held), missing)) + 1
-        self._take_from(deferred[:enough])
-        if int(held.sum()) < missing:
-            for event in self._region.streams.record():
-                event.synchronize()
-            surplus = plan.surplus_ranges(slots.arrays, lengths, False)
-            self._region.decommit(surplus, forget_content=self.scrub)
-            plan.surplus_ranges(slots.arrays, lengths, True)
-        return True
-
-    def _take_from(self, deferred: npt.NDArray[np.int64]) -> None:
-        """Unmap all that some deferred slots hold, once the device has finished with it."""
-        if len(deferred):
-            for slot in deferred:
-                for event in self._events.get(int(slot), []):
-                    event.synchronize()
-            ranges = self._slots.plan.slot_ranges(self._slots.arrays, deferred)
-            self._region.decommit(ranges, forget_content=self.scrub)
-            self._slots.clear(deferred)
-            for slot in deferred:
-                self._events.pop(int(slot), None)
-
-    def _sweep(self) -> None:
-        """Give back what the device has finished with, where nothing is deferred; and what died elsewhere."""
-        graveyard.sweep()
-        if not self.deferred_reclamation and self._events:
-            done = [slot for slot, events in self._events.items() if _all_passed(events)]
-            with interrupts_held():
-                self._take_from(np.array(done, np.int64))
-
-    def _zero(self, slots: npt.NDArray[np.int64]) -> None:
-        stream, page_group_bytes = self._region.streams.current(), self.pool.page_group_bytes
-        for first, count in self._slots.plan.slot_ranges(self._slots.arrays, slots):
-            if count:
-                address = self._region.space.base + int(first) * page_group_bytes
-                self.pool.driver.zero(address, int(count) * page_group_bytes, stream)
-
-
-def _all_passed(events: Sequence[graveyard.Event]) -> bool:
-    return all(event.query() for event in events)
 
 
 def _check_pool(pool: PagePool, device: torch.device, config: KVCacheConfig, capacity_bytes: int | None) -> None:
