@@ -270,8 +270,9 @@ def _new_arrays(driver: Any, page_group_bytes: int, capacity: int) -> PoolArrays
     from vtensor.allocator import plan
     from vtensor.allocator.native import sparse_array
 
-    length = capacity if capacity != plan.UNLIMITED else driver.memory_info()[1] // page_group_bytes + 1
-    length = min(length, driver.memory_info()[1] // page_group_bytes + 1)
+    length = driver.memory_info()[1] // page_group_bytes + 1
+    if capacity != plan.UNLIMITED:
+        length = min(length, capacity)
     header = np.zeros(plan.HEADER_WORDS, np.int64)
     header[plan.CAPACITY] = capacity
     return plan.PoolArrays(

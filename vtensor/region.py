@@ -42,7 +42,7 @@ class Region(Unpicklable):
         self._zeroing: list[tuple[int, DeviceEvent]] = []
         self._zeroing_lock = threading.Lock()
         storage = torch._C._construct_storage_from_data_pointer(self.space.base, device, self.space.size_bytes)
-        self._release = weakref.finalize(storage, _bury, self.space, self.streams, os.getpid())
+        self._release = weakref.finalize(storage, _bury, self.space, self.streams, self.process_id)
         self._release.atexit = False  # at exit the process takes everything down at once
         self._bytes: torch.Tensor | None = torch.empty(0, dtype=torch.uint8, device=device).set_(storage)
 

@@ -43,6 +43,11 @@ class Call(IntEnum):
         """The driver's own name, for messages."""
         return _SYMBOLS[self]
 
+    @property
+    def num_arguments(self) -> int:
+        """How many 64-bit arguments the call takes."""
+        return _NUM_ARGUMENTS[self]
+
 
 _SYMBOLS = {
     Call.RESERVE: "cuMemAddressReserve",
@@ -140,7 +145,7 @@ class Driver(Unpicklable, ABC):
     def invoke(self, call: Call, *arguments: int) -> int:
         """Make one call and return its raw result code."""
         self.check_process()
-        count = _NUM_ARGUMENTS[call]
+        count = call.num_arguments
         if len(arguments) != count:
             raise TypeError(f"{call.symbol} takes {count} arguments, {len(arguments)} were given")
         if any(not -(1 << 63) <= argument < 1 << 63 for argument in arguments):

@@ -28,15 +28,6 @@ __all__ = ["BROKEN", "Calls", "Made", "fail", "record"]
 
 BROKEN = 999  # CUDA_ERROR_UNKNOWN: an error that is no shortage and that nobody expects
 
-_NUM_ARGUMENTS = {
-    Call.RESERVE: 5,
-    Call.FREE: 2,
-    Call.CREATE: 4,
-    Call.MAP: 5,
-    Call.SET_ACCESS: 4,
-    Call.UNMAP: 2,
-    Call.RELEASE: 1,
-}
 # Words of the state: a mutex (eight), the number of calls noted, then a row for each kind of call.
 _NUM_NOTED, _ROWS = 8, 16
 _REAL, _COUNT, _FAIL_FROM, _FAIL_TO, _CODE, _ROW_WORDS = 0, 1, 2, 3, 4, 8
@@ -73,7 +64,7 @@ class Calls:
             raise RuntimeError(f"{end} calls were made under one shim, room is for {_MAX_NOTED}")
         for row in _notes[self._start : end].tolist():
             kind = Call(row[0])
-            yield Made(kind, tuple(row[2 : 2 + _NUM_ARGUMENTS[kind]]), row[1])
+            yield Made(kind, tuple(row[2 : 2 + kind.num_arguments]), row[1])
 
     def __len__(self) -> int:
         return sum(1 for _ in self)
@@ -107,7 +98,7 @@ def _forward(kind, arguments):  # type: ignore[no-untyped-def]
 
 
 def _shim_of(which: Call) -> Any:
-    kind, count = int(which), _NUM_ARGUMENTS[which]
+    kind, count = int(which), which.num_arguments
 
     def one(a):  # type: ignore[no-untyped-def]
         return _forward(kind, (a,))

@@ -6,7 +6,6 @@ Works with transformers 5.0 and later; the signatures that changed between its r
 from __future__ import annotations
 
 import inspect
-from dataclasses import fields
 from types import TracebackType
 from typing import Any, cast
 
@@ -15,12 +14,13 @@ from transformers.cache_utils import Cache, CacheLayerMixin
 
 from vtensor.errors import ClosedError, OutOfPagesError, RequestError
 from vtensor.kvcache import KVCacheConfig, KVCacheManager
+from vtensor.kvcache.config import check_positive
 from vtensor.units import format_bytes
 
 __all__ = ["VirtualCache", "VirtualLayer"]
 
 _SUPPORTED_LAYER_TYPES = {"full_attention", "sliding_attention"}
-_CONFIG_OPTIONS = {"layout", "layers_per_slice", "page_group_bytes"} & {field.name for field in fields(KVCacheConfig)}
+_CONFIG_OPTIONS = {"layout", "layers_per_slice", "page_group_bytes"}
 _MANAGER_OPTIONS = set(inspect.signature(KVCacheManager).parameters) - {"config", "device"}
 
 
@@ -77,11 +77,9 @@ class VirtualCache(Cache):
             raise ValueError(f"VirtualCache has no option {', '.join(unknown)}; it has {known}")
         if max_cache_len is None:
             max_cache_len = getattr(decoder, "max_position_embeddings", None)
-        for name, value in (("max_cache_len", max_cache_len), ("max_batch_size", max_batch_size)):
-            if name == "max_batch_size" and value is None:
-                continue
-            if isinstance(value, bool) or not isinstance(value, int) or value <= 0:
-                raise ValueError(f"{name}={value!r} must be a positive integer")
+        check_positive("max_cache_len", max_cache_len)
+        if max_batch_size is not None:
+            check_positive("max_batch_size", max_batch_size)
         self._max_cache_len = cast(int, max_cache_len)
         self._max_batch_size = max_batch_size
         self._config = config

@@ -9,7 +9,7 @@ import torch
 
 from vtensor.units import MIB, TIB, ceil_div, format_bytes, round_up
 
-__all__ = ["KVCacheConfig", "Layout"]
+__all__ = ["KVCacheConfig", "Layout", "check_positive"]
 
 Layout = Literal["sliced", "per_layer"]
 
@@ -72,15 +72,15 @@ class KVCacheConfig:
 
     def __post_init__(self) -> None:
         for name in ("num_layers", "num_kv_heads", "head_dim", "max_batch_size", "max_context_tokens"):
-            _check_positive(name, getattr(self, name))
+            check_positive(name, getattr(self, name))
         if self.dtype not in _DTYPES:
             raise ValueError(f"dtype={self.dtype!r} must be one of {', '.join(str(dtype) for dtype in _DTYPES)}")
         if self.layout not in get_args(Layout):
             raise ValueError(f"layout={self.layout!r} must be one of {get_args(Layout)}")
         if self.page_group_bytes is not None:
-            _check_positive("page_group_bytes", self.page_group_bytes)
+            check_positive("page_group_bytes", self.page_group_bytes)
         if self.layers_per_slice != "auto":
-            _check_positive("layers_per_slice", self.layers_per_slice)
+            check_positive("layers_per_slice", self.layers_per_slice)
             if self.layout == "per_layer":
                 raise ValueError(
                     f"layers_per_slice={self.layers_per_slice} is for layout='sliced'; leave it out with 'per_layer'"
@@ -145,6 +145,7 @@ class KVCacheConfig:
         return self.max_batch_size * (full * self.slot_bytes + rest_bytes)
 
 
-def _check_positive(name: str, value: object) -> None:
+def check_positive(name: str, value: object) -> None:
+    """Raise `ValueError`, with the name and the value, unless the value is an integer above 0."""
     if isinstance(value, bool) or not isinstance(value, int) or value <= 0:
         raise ValueError(f"{name}={value!r} must be a positive integer")

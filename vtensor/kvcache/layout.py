@@ -15,8 +15,6 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
-import torch
-
 from vtensor.kvcache.config import KVCacheConfig
 from vtensor.units import ceil_div
 
@@ -95,7 +93,3 @@ class CacheLayout:
             (config.max_batch_size, config.max_context_tokens, config.num_kv_heads, config.head_dim),
             (slot_bytes // element_bytes, group.row_bytes // element_bytes, config.head_dim, 1),
         )
-
-    def dtype_of(self, layer: int) -> torch.dtype:
-        """The element type of a layer."""
-        return self.config.dtype

@@ -108,8 +108,6 @@ class KVCacheManager(Unpicklable):
             _check_pool(pool, self.device, config, capacity_bytes)
         self.pool = pool
         self.config = replace(config, page_group_bytes=pool.page_group_bytes)
-        self.deferred_reclamation = deferred_reclamation
-        self.scrub = scrub
         self._layout = CacheLayout.of(self.config, pool.page_group_bytes)
         size_bytes = self._layout.num_places * pool.page_group_bytes
         self._region = Region(pool, self.device, size_bytes, owner="KVCacheManager")
