@@ -1455,6 +1455,46 @@ def test_calls_during_a_capture_raise_and_the_capture_survives(gpu: str) -> None
 
 
 @pytest.mark.gpu
+def test_other_threads_work_while_one_captures_a_graph(gpu: str) -> None:
+    """Growing, freeing, taking over and dropping memory in one thread leaves a capture in another one valid."""
+    config = vt.KVCacheConfig(2, 2, 64, 4, 1 << 16, dtype=torch.float16)
+    with vt.KVCacheManager(config, device=gpu) as cache:
+        first = cache.alloc_reqid()
+        assert cache.step([100, 0, 0, 0])
+        keys, _ = cache.layer(0, plain=True)
+        keys[first, :100] = 0
+        torch.cuda.synchronize()
+        failures: list[BaseException] = []
+        side = torch.cuda.Stream()
+
+        def work() -> None:
+            try:
+                with torch.cuda.stream(side):
+                    for round_ in range(5):
+                        second = cache.alloc_reqid()
+                        assert cache.step([100, (round_ + 1) * 5000, 0, 0])
+                        cache.free_reqid(second)
+                        other = vt.empty(1 << 22, device=gpu)
+                        other.commit()
+                        del other
+            except BaseException as error:  # shown by the assertion below
+                failures.append(error)
+
+        graph, worker = torch.cuda.CUDAGraph(), threading.Thread(target=work)
+        with torch.cuda.graph(graph):
+            keys[first, :100].add_(1)
+            worker.start()
+            worker.join(60)
+            keys[first, :100].add_(1)
+        assert not worker.is_alive()
+        assert not failures
+        graph.replay()
+        torch.cuda.synchronize()
+        assert (keys[first, :100] == 2).all()
+        del keys, _
+
+
+@pytest.mark.gpu
 def test_torchs_cached_memory_is_asked_for(gpu: str) -> None:
     with make(gpu, num_layers=1, max_context_tokens=1 << 30, num_kv_heads=8, head_dim=128) as cache:
         cache.alloc_reqid()
