@@ -12,8 +12,26 @@ import numpy as np
 import numpy.typing as npt
 
 from vtensor.allocator.driver import Call
+from vtensor.allocator.mapper import Job, get_mapper
 from vtensor.allocator.page_pool import PagePool
 from vtensor.allocator.reservation import Reservation
+from vtensor.allocator.words import (
+    CODE,
+    END_MAPPED,
+    FAILED_CALL,
+    FIRST_MAPPED,
+    LARGEST_SIZE_CLASS,
+    NUM_AHEAD,
+    NUM_CHANGED,
+    NUM_MAPPED,
+    NUM_READY,
+    NUM_STUCK,
+    OUTCOME_WORDS,
+    PARTIAL,
+    RANGE_WORDS,
+    SHORTFALL,
+    SPACE_HEADER_WORDS,
+)
 from vtensor.errors import ClosedError, OutOfPagesError, ReservationError, VTensorError
 from vtensor.interrupts import interrupts_held
 from vtensor.units import format_bytes, round_up
@@ -41,9 +59,10 @@ class AddressSpace(Unpicklable):
     ::
 
         reservation   | place 0 | place 1 | place 2 | place 3 | ...
-        table         |    8    |    0    |    9    |    0    | ...    0: nothing   n: page group n - 1
+        table         |    8    |    0    |    9    |   -10   | ...    0: nothing  n: page group n - 1  -n: mapped ahead
 
-    It owns its mappings: whatever it maps, it unmaps. Calls that change it may come from any thread.
+    It owns its mappings: whatever it maps, it unmaps. Calls that change it may come from any thread; what can wait, or
+    may be of use later, is done by the device's `Mapper`.
 
     Parameters
     ----------
@@ -71,15 +90,18 @@ class AddressSpace(Unpicklable):
         self._lock = threading.RLock()
         try:
             self.arrays = plan.SpaceArrays(
-                header=np.zeros(plan.SPACE_HEADER_WORDS, np.int64),
+                header=np.zeros(SPACE_HEADER_WORDS, np.int64),
                 table=sparse_array(self.num_places, np.int32),
                 read_only=sparse_array(self.num_places, np.int8),
                 base=self.reservation.base,
             )
-            self.arrays.header[plan.FIRST_MAPPED] = self.num_places
-            # Load now what closing needs: where no mapping can be made any more, LLVM could not, and would abort.
-            nothing, outcome = np.zeros((0, 2), np.int64), np.zeros(plan.OUTCOME_WORDS, np.int64)
+            self.arrays.header[FIRST_MAPPED] = self.num_places
+            # Load the compiled code now, so that nobody waits for it later; and where no mapping can be made any more,
+            # LLVM could not load what closing needs, and would abort.
+            nothing, outcome = _as_rows(np.zeros((0, 2), np.int64)), np.zeros(OUTCOME_WORDS, np.int64)
             with interrupts_held():
+                plan.commit(pool.arrays, self.arrays, nothing, False, 0, outcome)
+                plan.withdraw(pool.arrays, self.arrays, nothing)
                 plan.decommit(pool.arrays, self.arrays, nothing, False, outcome)
             pool.adopt(self)
         except BaseException as error:
@@ -92,7 +114,8 @@ class AddressSpace(Unpicklable):
             raise
         pool.count_call(Call.RESERVE)
         # A space that nobody closes gives everything back when it dies; at exit the process does that.
-        self._finalizer = weakref.finalize(self, _give_up, pool, self.arrays, self.reservation, os.getpid())
+        self._jobs: list[Job] = []  # that the mapper may still be at
+        self._finalizer = weakref.finalize(self, _give_up, pool, self.arrays, self.reservation, self._jobs, os.getpid())
         self._finalizer.atexit = False
 
     def __repr__(self) -> str:
@@ -116,7 +139,12 @@ class AddressSpace(Unpicklable):
     @property
     def num_mapped(self) -> int:
         """Places with a page group."""
-        return int(self.arrays.header[self._plan.NUM_MAPPED])
+        return int(self.arrays.header[NUM_MAPPED])
+
+    @property
+    def num_ahead(self) -> int:
+        """Of those, the ones that are not in service yet."""
+        return int(self.arrays.header[NUM_AHEAD])
 
     @property
     def committed_bytes(self) -> int:
@@ -130,14 +158,18 @@ class AddressSpace(Unpicklable):
         self.pool.check_open()
 
     def mapped_page_groups(self) -> npt.NDArray[np.int32]:
-        """Page groups in the order of their places; a page group mapped twice comes twice. Reads the whole table."""
+        """Page groups in the order of their places, also of those mapped ahead; one that is mapped twice comes twice.
+
+        Reads the whole table.
+        """
         if self.num_mapped == 0:
             return np.empty(0, np.int32)
-        table = self.arrays.table
-        return table[table > 0] - 1
+        header = self.arrays.header
+        table = self.arrays.table[int(header[FIRST_MAPPED]) : int(header[END_MAPPED])]
+        return np.asarray(np.abs(table[table != 0]) - 1, np.int32)
 
     def count_missing(self, ranges: Ranges) -> int:
-        """Places without a page group in ranges of places, rows of (first, count).
+        """Places that are not in service in ranges of places, rows of (first, count).
 
         Waits for a commit that another thread is at: a place counts as mapped once it is also zeroed, in the order of
         that commit's stream.
@@ -146,25 +178,32 @@ class AddressSpace(Unpicklable):
             return int(self._plan.count_missing(self.arrays, ranges))
 
     def commit(
-        self, ranges: Ranges, *, content: int, stream: int = 0, on_mapped: Callable[[], None] | None = None
+        self,
+        ranges: Ranges,
+        *,
+        content: int = 0,
+        stream: int = 0,
+        on_mapped: Callable[[int], None] | None = None,
     ) -> int:
         """Put a page group below every empty place of the ranges: all of them, or none.
 
         Parameters
         ----------
-        ranges : ndarray of int64, shape [n, 2]
-            Rows of (first place, number of places), not overlapping.
+        ranges : ndarray of int64, shape [n, 2] or [n, 4]
+            Rows of (first place, number of places), not overlapping; with four columns also the mark of the content and
+            the largest size class of the handles (0: one page group), for each range its own.
         content : int
             The caller's mark (`PagePool.new_content`); page groups that last held something else are zeroed.
         stream : int
             Raw handle of the stream in whose order they are zeroed.
         on_mapped : callable, optional
-            Called if anything was mapped, before any other thread sees it.
+            Called if anything was mapped, before any other thread sees it, with the number of places that had been
+            mapped ahead: those were zeroed in the order of the mapper's stream.
 
         Returns
         -------
         int
-            Number of page groups that were mapped.
+            Number of page groups that came into service: mapped now, or ahead.
 
         Raises
         ------
@@ -176,23 +215,68 @@ class AddressSpace(Unpicklable):
         with self._lock, interrupts_held():
             self.check_open()
             self._check_ranges(ranges)
-            outcome = np.zeros(self._plan.OUTCOME_WORDS, np.int64)
-            runs = self._plan.commit(self.pool.arrays, self.arrays, ranges, content, outcome)
-            if outcome[self._plan.SHORTFALL]:
-                raise Shortage(int(outcome[self._plan.SHORTFALL]))
-            _check_outcome(self.pool, outcome)
-            driver, size = self.pool.driver, self.page_group_bytes
+            outcome = np.zeros(OUTCOME_WORDS, np.int64)
+            rows = _as_rows(ranges, content)
+            driver = self.pool.driver
+            with driver.current_context():
+                runs = self._plan.commit(self.pool.arrays, self.arrays, rows, False, stream, outcome)
+            if outcome[SHORTFALL]:
+                raise Shortage(int(outcome[SHORTFALL]))
             try:
-                for first, count, is_dirty in runs.tolist():
-                    if is_dirty:
-                        driver.zero(self.base + first * size, count * size, stream)
+                _check_outcome(self.pool, outcome)
                 if on_mapped is not None and len(runs):
-                    on_mapped()
-            except BaseException:  # an interrupt, too: what holds somebody else's data must not stay
-                driver.finish(stream)
-                self.decommit(np.ascontiguousarray(runs[:, :2]), forget_content=True)
+                    on_mapped(int(outcome[NUM_READY]))
+            except BaseException:  # what may hold somebody else's data must not stay
+                if len(runs):
+                    driver.finish(stream)
+                    self.decommit(runs, forget_content=True)
                 raise
-            return int(outcome[self._plan.NUM_CHANGED])
+            return int(outcome[NUM_CHANGED])
+
+    def commit_ahead(self, ranges: Ranges) -> Job:
+        """Have the mapper put page groups below the empty places of the ranges, out of service until a `commit`.
+
+        Range by range, as long as there is memory. They are zeroed in the order of the mapper's stream, for which who
+        decommits them has to wait.
+
+        Parameters
+        ----------
+        ranges : ndarray of int64, shape [n, 4]
+            As for `commit`.
+        """
+        with self._lock:
+            self.check_open()
+            self._check_ranges(ranges)
+            return self._note(get_mapper(self.pool.driver).map_ahead(self.pool, self.arrays, ranges))
+
+    def withdraw(self, ranges: Ranges) -> None:
+        """Take places in ranges out of service, as if they were mapped ahead only."""
+        with self._lock:
+            self.check_open()
+            self._check_ranges(ranges)
+            self._plan.withdraw(self.pool.arrays, self.arrays, ranges)
+
+    def decommit_later(self, ranges: Ranges, *, forget_content: bool) -> Job:
+        """Have the mapper decommit ranges, each by itself, with which the device has finished."""
+        with self._lock:
+            self.check_open()
+            self._check_ranges(ranges)
+            mapper = get_mapper(self.pool.driver)
+            return self._note(mapper.unmap(self.pool, self.arrays, _as_rows(ranges), forget_content=forget_content))
+
+    def _note(self, job: Job) -> Job:
+        self._jobs[:] = [known for known in self._jobs if not known.is_done]
+        self._jobs.append(job)
+        return job
+
+    @property
+    def is_settled(self) -> bool:
+        """Whether the mapper is at nothing of this space."""
+        return all(job.is_done for job in list(self._jobs))
+
+    def settle(self, *, cancel: bool = False) -> None:
+        """Wait until the mapper is at nothing of this space; `cancel` has it leave undone what it has not begun."""
+        _end_jobs(self._jobs, cancel=cancel)
 
     def decommit(self, ranges: Ranges, *, forget_content: bool) -> int:
         """Take away every page group in the ranges. The device must have finished with them.
@@ -200,7 +284,7 @@ class AddressSpace(Unpicklable):
         Parameters
         ----------
         ranges : ndarray of int64, shape [n, 2]
-            As for `commit`.
+            As for `commit`. Handles that lie in a range in part only are left alone.
         forget_content : bool
             Have the page groups zeroed before anybody uses them again, this caller included.
 
@@ -217,10 +301,10 @@ class AddressSpace(Unpicklable):
         with self._lock, interrupts_held():
             self.check_open()
             self._check_ranges(ranges)
-            outcome = np.zeros(self._plan.OUTCOME_WORDS, np.int64)
-            self._plan.decommit(self.pool.arrays, self.arrays, ranges, forget_content, outcome)
+            outcome = np.zeros(OUTCOME_WORDS, np.int64)
+            self._plan.decommit(self.pool.arrays, self.arrays, _as_rows(ranges), forget_content, outcome)
             _check_outcome(self.pool, outcome)
-            return int(outcome[self._plan.NUM_CHANGED])
+            return int(outcome[NUM_CHANGED])
 
     def alias(self, first: int, source: AddressSpace, source_first: int, count: int, *, writable: bool = True) -> None:
         """Map page groups that lie at `source_first` of `source` at `first` of this space as well.
@@ -228,7 +312,8 @@ class AddressSpace(Unpicklable):
         Raises
         ------
         ValueError
-            A target place is taken, a source place is empty, or the spaces have different pools.
+            A target place is taken, a source place is empty, the spaces have different pools, or the source range cuts
+            through a handle.
         DriverError
             The driver refused; nothing was changed.
         """
@@ -241,14 +326,19 @@ class AddressSpace(Unpicklable):
             target_range, source_range = (np.array([[start, count]], np.int64) for start in (first, source_first))
             self._check_ranges(target_range)
             source._check_ranges(source_range)
-            if self.count_missing(target_range) != count:
+            if bool(self.arrays.table[first : first + count].any()):
                 raise ValueError(f"places {first}..{first + count} already hold page groups; decommit them first")
             if source.count_missing(source_range):
                 raise ValueError(f"places {source_first}..{source_first + count} of the source are not all committed")
-            outcome = np.zeros(self._plan.OUTCOME_WORDS, np.int64)
+            outcome = np.zeros(OUTCOME_WORDS, np.int64)
             self._plan.alias(
                 self.pool.arrays, self.arrays, first, source.arrays, source_first, count, writable, outcome
             )
+            if outcome[CODE] == PARTIAL:
+                raise ValueError(
+                    f"places {source_first}..{source_first + count} of the source hold a handle of several page groups "
+                    "in part; alias the whole of it, or give the pool a smaller max_size_class_bytes"
+                )
             _check_outcome(self.pool, outcome)
 
     def close(self) -> None:
@@ -256,14 +346,17 @@ class AddressSpace(Unpicklable):
         with self._lock, interrupts_held():
             if not self.closed:
                 self.pool.driver.check_process()
-                _take_down(self.pool, self.arrays, self.reservation)
+                _take_down(self.pool, self.arrays, self.reservation, self._jobs)
                 self.pool.disown(self)
                 self._finalizer.detach()
 
     def check_integrity(self) -> None:
         """Compare the table with its count, then the pool's books, while no other thread changes them."""
-        if not self.closed and len(self.mapped_page_groups()) != self.num_mapped:
-            raise VTensorError(f"{self!r}: the table holds {len(self.mapped_page_groups())} page groups")
+        self.settle()
+        if not self.closed:
+            held, ahead = int(np.count_nonzero(self.arrays.table)), int(np.count_nonzero(self.arrays.table < 0))
+            if held != self.num_mapped or ahead != self.num_ahead:
+                raise VTensorError(f"{self!r}: the table holds {held} page groups, {ahead} of them ahead")
         self.pool.check_integrity()
 
     def _check_ranges(self, ranges: Ranges) -> None:
@@ -273,23 +366,42 @@ class AddressSpace(Unpicklable):
 
 def _check_outcome(pool: PagePool, outcome: npt.NDArray[np.int64]) -> None:
     """Raise the driver's error that a plan's outcome tells of."""
-    from vtensor.allocator import plan
-
-    if outcome[plan.CODE]:
-        detail, stuck = "nothing was changed", int(outcome[plan.NUM_STUCK])
+    if outcome[CODE]:
+        detail, stuck = "nothing was changed", int(outcome[NUM_STUCK])
         if stuck:
             detail = f"undoing failed as well: {stuck} page groups are not where they were"
-        pool.driver.check(Call(int(outcome[plan.FAILED_CALL])), int(outcome[plan.CODE]), detail)
+        pool.driver.check(Call(int(outcome[FAILED_CALL])), int(outcome[CODE]), detail)
 
 
-def _take_down(pool: PagePool, arrays: SpaceArrays, reservation: Reservation) -> None:
+def _as_rows(ranges: Ranges, content: int = 0) -> Ranges:
+    """Ranges as compiled plans take them: with a mark and a size class each."""
+    if ranges.shape[1] == RANGE_WORDS:
+        return ranges
+    rows = np.empty((len(ranges), RANGE_WORDS), np.int64)
+    rows[:, :2], rows[:, 2], rows[:, 3] = ranges, content, LARGEST_SIZE_CLASS
+    return rows
+
+
+def _end_jobs(jobs: list[Job], *, cancel: bool) -> None:
+    """Wait for jobs of the mapper, and forget them."""
+    for job in list(jobs):
+        if cancel:
+            job.cancel()
+        job.wait()
+    jobs[:] = [job for job in jobs if not job.is_done]
+
+
+def _take_down(pool: PagePool, arrays: SpaceArrays, reservation: Reservation, jobs: list[Job]) -> None:
     """Unmap everything and give the addresses back."""
     from vtensor.allocator import plan
 
-    if arrays.header[plan.NUM_MAPPED]:
-        outcome = np.zeros(plan.OUTCOME_WORDS, np.int64)
-        first, end = int(arrays.header[plan.FIRST_MAPPED]), int(arrays.header[plan.END_MAPPED])
-        plan.decommit(pool.arrays, arrays, np.array([[first, end - first]], np.int64), False, outcome)
+    _end_jobs(jobs, cancel=True)
+    if arrays.header[NUM_AHEAD]:
+        pool.driver.finish(get_mapper(pool.driver).stream)  # it may still be zeroing
+    if arrays.header[NUM_MAPPED]:
+        outcome = np.zeros(OUTCOME_WORDS, np.int64)
+        first, end = int(arrays.header[FIRST_MAPPED]), int(arrays.header[END_MAPPED])
+        plan.decommit(pool.arrays, arrays, _as_rows(np.array([[first, end - first]], np.int64)), False, outcome)
         _check_outcome(pool, outcome)
     reservation.close()
     pool.count_call(Call.FREE)
@@ -297,10 +409,10 @@ def _take_down(pool: PagePool, arrays: SpaceArrays, reservation: Reservation) ->
         pool.trim()
 
 
-def _give_up(pool: PagePool, arrays: SpaceArrays, reservation: Reservation, process_id: int) -> None:
+def _give_up(pool: PagePool, arrays: SpaceArrays, reservation: Reservation, jobs: list[Job], process_id: int) -> None:
     if os.getpid() == process_id:  # a forked child must not touch the parent's memory
         with interrupts_held():
-            _take_down(pool, arrays, reservation)
+            _take_down(pool, arrays, reservation, jobs)
 
 
 def out_of_pages(space: AddressSpace, what: str, shortage: Shortage) -> OutOfPagesError:

@@ -28,6 +28,7 @@ __all__ = [
     "call",
     "callback",
     "compiled",
+    "int8_at",
     "int32_at",
     "int64_at",
     "lock",
@@ -141,6 +142,12 @@ def int64_at(address: int, length: int) -> npt.NDArray[np.int64]:
 def int32_at(address: int, length: int) -> npt.NDArray[np.int32]:
     """View of `length` int32 at `address`."""
     return carray(_pointer(address), (length,), np.int32)  # type: ignore[no-any-return]
+
+
+@compiled
+def int8_at(address: int, length: int) -> npt.NDArray[np.int8]:
+    """View of `length` int8 at `address`."""
+    return carray(_pointer(address), (length,), np.int8)  # type: ignore[no-any-return]
 
 
 # A zeroed pthread_mutex_t (40 bytes on Linux) is an unlocked one.

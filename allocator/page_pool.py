@@ -5,6 +5,7 @@ from __future__ import annotations
 import os
 import threading
 import weakref
+from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any, Protocol
 
@@ -12,17 +13,21 @@ import numpy as np
 import numpy.typing as npt
 import torch
 
-from vtensor.allocator.driver import Call, get_driver
+from vtensor.allocator import words
+from vtensor.allocator.driver import Call, Driver, get_driver
 from vtensor.devices import device_name, resolve_device
 from vtensor.errors import ClosedError, VTensorError
 from vtensor.interrupts import interrupts_held
-from vtensor.units import format_bytes
+from vtensor.units import format_bytes, round_up
 from vtensor.unpicklable import Unpicklable
 
 if TYPE_CHECKING:
-    from vtensor.allocator.plan import PoolArrays
+    from vtensor.allocator.handles import PoolArrays
 
 __all__ = ["PagePool", "PagePoolStats"]
+
+_DEFAULT_SIZE_CLASSES = 6
+_MOST_SIZE_CLASSES = 16
 
 
 class MappingOwner(Protocol):
@@ -31,10 +36,13 @@ class MappingOwner(Protocol):
     def mapped_page_groups(self) -> npt.NDArray[np.int32]:
         """Page groups in the order of their places; a page group mapped twice comes twice."""
 
+    def settle(self) -> None:
+        """Wait until nobody else works on it."""
+
 
 @dataclass(frozen=True)
 class PagePoolStats:
-    """A pool at one moment; counts are in page groups.
+    """A pool at one moment; counts are in page groups, that is in units of the smallest size class.
 
     Attributes
     ----------
@@ -42,6 +50,8 @@ class PagePoolStats:
         The most there may be; None where the device's memory is the only limit.
     total_page_groups, free_page_groups, mapped_page_groups : int
         All that exist now; of those, the ones without a mapping and the ones with at least one.
+    num_handles : dict of int to int
+        Physical allocations that exist now, by their size in bytes; sizes without any are left out.
     num_driver_calls : dict of str to int
         Calls made so far, by the driver's name of the call.
     """
@@ -51,6 +61,7 @@ class PagePoolStats:
     total_page_groups: int
     free_page_groups: int
     mapped_page_groups: int
+    num_handles: dict[int, int]
     num_driver_calls: dict[str, int]
 
 
@@ -65,6 +76,12 @@ class PagePool(Unpicklable):
         The most memory that the pool may hold. None: as much as the device gives.
     page_group_bytes : int, optional
         Size of a page group, a multiple of the driver's granularity. Default: the driver's (CUDA: 2 MiB, host: 64 KiB).
+    max_size_class_bytes : int, optional
+        Size of the largest physical allocation (a **handle**), a page group times a power of two. Much memory at once
+        is mapped in handles as large as will fit, which takes fewer calls; it is taken away by whole handles only.
+        Default: 32 page groups (CUDA: 64 MiB, host: 2 MiB). ``page_group_bytes`` has every handle be one page group.
+    peer_devices : sequence of torch.device or str
+        Other GPUs that may read and write the memory as well.
 
     Raises
     ------
@@ -80,18 +97,21 @@ class PagePool(Unpicklable):
         *,
         capacity_bytes: int | None = None,
         page_group_bytes: int | None = None,
+        max_size_class_bytes: int | None = None,
+        peer_devices: Sequence[torch.device | str] = (),
     ) -> None:
         self.driver = get_driver(device_name(resolve_device(device)))
         self.page_group_bytes = _checked_page_group_bytes(page_group_bytes, self.driver)
+        self.max_size_class_bytes = _checked_size_class(max_size_class_bytes, self.page_group_bytes)
         self.capacity_bytes = capacity_bytes
         self.closed = False
-        from vtensor.allocator import plan
+        from vtensor.allocator import handles
 
-        self._plan: Any = plan
+        self._native: Any = handles
         self._lock = threading.RLock()
         self._spaces: weakref.WeakSet[MappingOwner] = weakref.WeakSet()
         self._next_content = 1
-        capacity = plan.UNLIMITED
+        limit = self.driver.memory_info()[1] // self.page_group_bytes + 1
         if capacity_bytes is not None:
             if (
                 isinstance(capacity_bytes, bool)
@@ -102,13 +122,16 @@ class PagePool(Unpicklable):
                     f"capacity_bytes={capacity_bytes!r} must be an integer, room for at least one page group of "
                     f"{self.page_group_bytes:,} bytes"
                 )
-            capacity = capacity_bytes // self.page_group_bytes
-        self.arrays = _new_arrays(self.driver, self.page_group_bytes, capacity)
+            limit = min(limit, capacity_bytes // self.page_group_bytes)
+        peers = _checked_peers(peer_devices, self.driver.device)
+        # What the pool's constants hold the addresses of.
+        self._access = [self.driver.access_to(peers, writable=writable) for writable in (True, False)]
+        self.arrays = _new_arrays(self, limit)
         self.is_retired = False
         with interrupts_held():  # an interrupt while LLVM loads code may crash the process
-            plan.release_free(self.arrays)  # nothing yet, but loaded: a finalizer is no place to compile in
+            handles.release_free(self.arrays)  # nothing yet, but loaded: a finalizer is no place to compile in
         # A pool that nobody closes gives its memory back when it dies; at exit the process does that.
-        self._finalizer = weakref.finalize(self, _release_all, plan, self.arrays, os.getpid())
+        self._finalizer = weakref.finalize(self, _release_all, handles, self.arrays, os.getpid())
         self._finalizer.atexit = False
 
     def __repr__(self) -> str:
@@ -139,8 +162,7 @@ class PagePool(Unpicklable):
 
     def count_call(self, call: Call) -> None:
         """Count a driver call that was made for an address space."""
-        with self._lock:
-            self.arrays.header[self._plan.NUM_CALLS + call] += 1
+        self._native.count_calls(self.arrays, int(call), 1)
 
     def new_content(self) -> int:
         """A mark, never given before, for data whose owner does not want to meet somebody else's."""
@@ -158,10 +180,10 @@ class PagePool(Unpicklable):
         """
         with self._lock:
             self.check_open()
-            before = int(self.arrays.header[self._plan.NUM_TOTAL])
-            code = self._plan.release_free(self.arrays)
+            before = int(self.arrays.header[words.NUM_TOTAL])
+            code = self._native.release_free(self.arrays)
             self.driver.check(Call.RELEASE, int(code), "free page groups")
-            return (before - int(self.arrays.header[self._plan.NUM_TOTAL])) * self.page_group_bytes
+            return (before - int(self.arrays.header[words.NUM_TOTAL])) * self.page_group_bytes
 
     def retire(self) -> None:
         """Give free page groups back to the device, now and whenever more become free."""
@@ -175,26 +197,42 @@ class PagePool(Unpicklable):
 
     def stats(self) -> PagePoolStats:
         """The pool's page groups and calls, now."""
-        header, plan = self.arrays.header, self._plan
-        capacity, total, free = (int(header[word]) for word in (plan.CAPACITY, plan.NUM_TOTAL, plan.NUM_FREE))
+        header, classes = self.arrays.header.copy(), self.arrays.classes.reshape(-1, words.CLASS_WORDS).copy()
+        capacity, total, free = (int(header[word]) for word in (words.CAPACITY, words.NUM_TOTAL, words.NUM_FREE))
+        num_handles = {}
+        for size_class, block in enumerate(classes.tolist()):
+            number = (block[words.NEXT_GROUP] >> size_class) - block[words.NUM_VACANT_HANDLES]
+            if number:
+                num_handles[self.page_group_bytes << size_class] = number
         return PagePoolStats(
             page_group_bytes=self.page_group_bytes,
-            capacity_page_groups=None if capacity == plan.UNLIMITED else capacity,
+            capacity_page_groups=None if self.capacity_bytes is None else capacity,
             total_page_groups=total,
             free_page_groups=free,
             mapped_page_groups=total - free,
-            num_driver_calls={call.symbol: int(header[plan.NUM_CALLS + call]) for call in Call},
+            num_handles=num_handles,
+            num_driver_calls={call.symbol: int(header[words.NUM_CALLS + call]) for call in Call},
         )
 
-    def available_page_groups(self) -> int | None:
-        """Page groups that can still be had under the capacity; None where only the device knows."""
-        stats = self.stats()
-        if stats.capacity_page_groups is None:
-            return None
-        return max(0, stats.capacity_page_groups - stats.mapped_page_groups)
+    @property
+    def num_available(self) -> int:
+        """Page groups that are free or may still be created, as far as the capacity is concerned."""
+        header = self.arrays.header
+        return int(header[words.CAPACITY] - header[words.NUM_TOTAL] + header[words.NUM_FREE])
+
+    def headroom(self) -> tuple[int, int]:
+        """Page groups that can still be had, and all that there can be, free and mapped: what watermarks count against.
+
+        Without a capacity the device is asked what it has free, which may take some microseconds.
+        """
+        header = self.arrays.header
+        if self.capacity_bytes is not None:
+            return self.num_available, int(header[words.CAPACITY])
+        available = self.driver.memory_info()[0] // self.page_group_bytes + int(header[words.NUM_FREE])
+        return available, available + int(header[words.NUM_TOTAL] - header[words.NUM_FREE])
 
     def check_integrity(self) -> None:
-        """Compare the books: every page group is free once, or mapped as often as the address spaces say.
+        """Compare the books: every handle is free once, or mapped as often as the address spaces say.
 
         Raises
         ------
@@ -204,25 +242,11 @@ class PagePool(Unpicklable):
         if self.closed:
             return
         with self._lock:
-            header, plan = self.arrays.header, self._plan
-            free = self.arrays.free[: int(header[plan.NUM_FREE])]
-            used = int(header[plan.NEXT_INDEX])
-            vacant = self.arrays.vacant[: int(header[plan.NUM_VACANT])]
-            mappings = np.zeros(used, np.int64)
-            for space in list(self._spaces):
-                mappings += np.bincount(space.mapped_page_groups(), minlength=used)
-            known = self.arrays.num_mappings[:used]
-            problems = [
-                text
-                for wrong, text in (
-                    (len(np.unique(free)) != len(free), "a page group is free twice"),
-                    (bool(known[free].any()), "a free page group is mapped"),
-                    (len(free) + len(vacant) + int((known > 0).sum()) != used, "free + mapped + vacant != all"),
-                    (int(header[plan.NUM_TOTAL]) != used - len(vacant), "the total is wrong"),
-                    (not np.array_equal(mappings, known), "mappings counted by the pool and by its spaces differ"),
-                )
-                if wrong
-            ]
+            spaces = list(self._spaces)
+            for space in spaces:
+                space.settle()
+            mapped = [space.mapped_page_groups() for space in spaces]
+            problems = _find_problems(self.arrays, np.concatenate(mapped) if mapped else np.empty(0, np.int32))
             if problems:
                 raise VTensorError(f"page pool of {self.driver.device}: " + "; ".join(problems))
 
@@ -248,13 +272,46 @@ class PagePool(Unpicklable):
             self.closed = True
 
 
-def _release_all(plan: Any, arrays: PoolArrays, process_id: int) -> None:
+def _release_all(native: Any, arrays: PoolArrays, process_id: int) -> None:
     if os.getpid() == process_id:  # a forked child must not touch the parent's memory
         with interrupts_held():
-            plan.release_free(arrays)
+            native.release_free(arrays)
 
 
-def _checked_page_group_bytes(value: int | None, driver: Any) -> int:
+def _find_problems(arrays: PoolArrays, mapped: npt.NDArray[np.int32]) -> list[str]:
+    """What does not agree in a pool's books; `mapped` are the page groups of all places of all spaces."""
+    header, class_range = arrays.header, int(arrays.constants[words.CLASS_RANGE])
+    num_free = num_total = 0
+    problems = set()
+
+    def check(is_wrong: object, problem: str) -> None:
+        if is_wrong:
+            problems.add(problem)
+
+    size_classes = mapped // class_range
+    offsets = mapped & ((1 << size_classes) - 1)
+    torn = (offsets[1:] > 0) & (mapped[1:] != mapped[:-1] + 1)
+    check(torn.any() or bool(offsets[:1].any()), "a handle is mapped in part")
+    heads = mapped[offsets == 0]
+    for size_class, block in enumerate(arrays.classes.reshape(-1, words.CLASS_WORDS).tolist()):
+        start, size = size_class * class_range, 1 << size_class
+        number = block[words.NEXT_GROUP] // size
+        free = arrays.free[start : start + block[words.NUM_FREE_HANDLES]]
+        num_vacant = block[words.NUM_VACANT_HANDLES]
+        known = arrays.num_mappings[start : start + block[words.NEXT_GROUP] : size]
+        counted = np.bincount((heads[heads // class_range == size_class] - start) // size, minlength=number)
+        check(len(np.unique(free)) != len(free), "a page group is free twice")
+        check(arrays.num_mappings[free].any(), "a free page group is mapped")
+        check(len(free) + num_vacant + int((known > 0).sum()) != number, "free + mapped + vacant != all")
+        check(not np.array_equal(counted, known), "mappings counted by the pool and by its spaces differ")
+        num_free += len(free) * size
+        num_total += (number - num_vacant) * size
+    check(num_total != int(header[words.NUM_TOTAL]), "the total is wrong")
+    check(num_free != int(header[words.NUM_FREE]), "the number of free page groups is wrong")
+    return sorted(problems)
+
+
+def _checked_page_group_bytes(value: int | None, driver: Driver) -> int:
     if value is None:
         return int(driver.default_page_group_bytes)
     if isinstance(value, bool) or not isinstance(value, int) or value <= 0 or value % driver.granularity_bytes:
@@ -265,32 +322,60 @@ def _checked_page_group_bytes(value: int | None, driver: Any) -> int:
     return value
 
 
-def _new_arrays(driver: Any, page_group_bytes: int, capacity: int) -> PoolArrays:
-    """Zeroed native state, long enough for every page group that the device, or the capacity, has room for."""
-    from vtensor.allocator import plan
+def _checked_size_class(value: int | None, page_group_bytes: int) -> int:
+    if value is None:
+        return page_group_bytes << (_DEFAULT_SIZE_CLASSES - 1)
+    if (
+        isinstance(value, bool)
+        or not isinstance(value, int)
+        or value not in [page_group_bytes << size_class for size_class in range(_MOST_SIZE_CLASSES)]
+    ):
+        raise ValueError(
+            f"max_size_class_bytes={value!r} must be page_group_bytes={page_group_bytes:,} times a power of two, "
+            f"at most {1 << (_MOST_SIZE_CLASSES - 1):,}"
+        )
+    return value
+
+
+def _checked_peers(devices: Sequence[torch.device | str], own: str) -> list[int]:
+    """Indices of peer devices."""
+    peers = []
+    for device in devices:
+        peer = resolve_device(device)
+        if not own.startswith("cuda") or peer.type != "cuda" or device_name(peer) == own or peer.index in peers:
+            raise ValueError(f"peer_devices={devices!r} must be CUDA devices other than {own}, each once")
+        peers.append(peer.index)
+    return peers
+
+
+def _new_arrays(pool: PagePool, limit: int) -> PoolArrays:
+    """Zeroed native state for a pool of at most `limit` page groups."""
+    from vtensor.allocator import handles as native
     from vtensor.allocator.native import sparse_array
 
-    length = driver.memory_info()[1] // page_group_bytes + 1
-    if capacity != plan.UNLIMITED:
-        length = min(length, capacity)
-    header = np.zeros(plan.HEADER_WORDS, np.int64)
-    header[plan.CAPACITY] = capacity
-    return plan.PoolArrays(
+    driver = pool.driver
+    num_classes = (pool.max_size_class_bytes // pool.page_group_bytes).bit_length()
+    while num_classes > 1 and num_classes * round_up(limit, 1 << (num_classes - 1)) >= 1 << 31:
+        num_classes -= 1  # page groups are numbered with 31 bits
+    class_range = round_up(limit, 1 << (num_classes - 1))
+    length = num_classes * class_range
+    header = np.zeros(words.HEADER_WORDS, np.int64)
+    header[words.CAPACITY] = limit
+    constants = np.zeros(words.NUM_CONSTANTS, np.int64)
+    constants[words.PROPERTIES] = driver.creation_properties
+    constants[words.READ_WRITE], constants[words.READ_ONLY] = (access.ctypes.data for access in pool._access)
+    constants[words.NUM_ACCESS] = len(pool._access[0])
+    constants[words.PAGE_GROUP_BYTES] = pool.page_group_bytes
+    constants[words.FRESH_IS_ZERO] = driver.fresh_memory_is_zero
+    constants[words.CLASS_RANGE] = class_range
+    return native.PoolArrays(
         header=header,
+        classes=np.zeros(num_classes * words.CLASS_WORDS, np.int64),
         handles=sparse_array(length, np.int64),
         num_mappings=sparse_array(length, np.int32),
         content=sparse_array(length, np.int64),
         free=sparse_array(length, np.int32),
         vacant=sparse_array(length, np.int32),
         entry_points=driver.entry_points,
-        constants=np.array(
-            [
-                driver.creation_properties,
-                driver.read_write_access,
-                driver.read_only_access,
-                page_group_bytes,
-                driver.fresh_memory_is_zero,
-            ],
-            np.int64,
-        ),
+        constants=constants,
     )

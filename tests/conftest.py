@@ -23,6 +23,7 @@ import torch
 from vtensor.allocator import graveyard
 from vtensor.allocator.address_space import AddressSpace
 from vtensor.allocator.driver import Driver, get_driver
+from vtensor.allocator.mapper import get_mapper
 from vtensor.allocator.page_pool import PagePool
 
 STRICT = Path(__file__).resolve().parent / "allocator"
@@ -93,7 +94,7 @@ def _left() -> dict[str, int]:
 @pytest.fixture
 def nothing_left_behind() -> Iterator[None]:
     """Fail where memory, reservations, open files or threads of the host are not what they were before the test."""
-    get_driver("cpu")  # owns a file for as long as the process lives
+    get_mapper(get_driver("cpu"))  # a file and a thread for as long as the process lives
     audit()
     before = _left()
     yield
@@ -130,15 +131,15 @@ def device(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> s
 
 def _zero_at_once(monkeypatch: pytest.MonkeyPatch) -> None:
     """Wait for zeroing, as these tests unmap what they have just committed, which its owner must not do."""
-    from vtensor.allocator.driver.cuda import CudaDriver
+    commit = AddressSpace.commit
 
-    zero = CudaDriver.zero
+    def commit_and_wait(self: AddressSpace, *args: Any, **kwargs: Any) -> int:
+        try:
+            return commit(self, *args, **kwargs)
+        finally:
+            torch.cuda.synchronize()
 
-    def zero_and_wait(self: CudaDriver, address: int, size_bytes: int, stream: int) -> None:
-        zero(self, address, size_bytes, stream)
-        torch.cuda.synchronize()
-
-    monkeypatch.setattr(CudaDriver, "zero", zero_and_wait)
+    monkeypatch.setattr(AddressSpace, "commit", commit_and_wait)
 
 
 @pytest.fixture
@@ -151,14 +152,20 @@ def driver(device: str) -> Driver:
 def make_pool(device: str) -> Iterator[Callable[..., PagePool]]:
     """Make pools of the device's smallest page groups; at the end they are audited and closed, spaces first.
 
-    `num_page_groups` is the capacity, None for a pool without one.
+    `num_page_groups` is the capacity, None for a pool without one. All handles are of one size unless told otherwise.
     """
     made: list[PagePool] = []
 
-    def make(num_page_groups: int | None = None, page_group_bytes: int | None = None) -> PagePool:
+    def make(
+        num_page_groups: int | None = None, page_group_bytes: int | None = None, size_classes: int = 1
+    ) -> PagePool:
         size = page_group_bytes or get_driver(device).granularity_bytes
         capacity = None if num_page_groups is None else num_page_groups * size
-        made.append(PagePool(device, capacity_bytes=capacity, page_group_bytes=size))
+        made.append(
+            PagePool(
+                device, capacity_bytes=capacity, page_group_bytes=size, max_size_class_bytes=size << size_classes - 1
+            )
+        )
         return made[-1]
 
     yield make

@@ -37,12 +37,16 @@ LAYERS = [
     ["vtensor.factory"],
     ["vtensor.tensor"],
     ["vtensor.region", "vtensor.effects", "vtensor.streams"],
-    ["vtensor.allocator", "vtensor.allocator.pluggable", "vtensor.allocator.mapper"],
+    ["vtensor.allocator", "vtensor.allocator.pluggable"],
     ["vtensor.allocator.address_space", "vtensor.allocator.graveyard"],
+    ["vtensor.allocator.mapper"],
+    ["vtensor.allocator.mapper_native"],
     ["vtensor.allocator.page_pool", "vtensor.allocator.reservation"],
     ["vtensor.allocator.plan"],
+    ["vtensor.allocator.handles"],
     ["vtensor.allocator.driver", "vtensor.allocator.native"],
     ["vtensor.footprint"],
+    ["vtensor.allocator.words"],
     ["vtensor.devices", "vtensor.errors", "vtensor.interrupts", "vtensor.units", "vtensor.unpicklable"],
 ]
 EXACT = {"vtensor", "vtensor.allocator"}  # their contents lie in several layers; a new module must name its own

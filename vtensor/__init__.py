@@ -13,7 +13,7 @@ from vtensor.errors import (
     VTensorError,
 )
 from vtensor.factory import empty
-from vtensor.kvcache import KVCacheConfig, KVCacheManager, KVCacheStats, StepResult
+from vtensor.kvcache import KVCacheConfig, KVCacheManager, KVCacheStats, LayerSpec, StepResult
 from vtensor.tensor import VirtualTensor
 
 __all__ = [
@@ -23,6 +23,7 @@ __all__ = [
     "KVCacheConfig",
     "KVCacheManager",
     "KVCacheStats",
+    "LayerSpec",
     "OutOfPagesError",
     "OutOfSlotsError",
     "PagePool",

@@ -15,11 +15,23 @@ __all__ = ["app", "main"]
 
 # Plain tracebacks: a bug should look like one. Everything expected is caught in `_sentence_on_error`.
 app = typer.Typer(no_args_is_help=True, add_completion=False, pretty_exceptions_enable=False)
-bench_app = typer.Typer(no_args_is_help=True, help="Measure something on this machine.")
+bench_app = typer.Typer(no_args_is_help=True)
 app.add_typer(bench_app, name="bench")
 
 Debug = Annotated[bool, typer.Option("--debug", help="Show the traceback of an error.")]
 DEVICE_HELP = "cpu, cuda or cuda:<index>."
+BenchDevice = Annotated[str, typer.Option("--device", help=DEVICE_HELP)]
+Small = Annotated[bool, typer.Option("--small", help="Little of everything, for a first look (a few seconds).")]
+Rounds = Annotated[int | None, typer.Option(help="Rounds. Default: the benchmark's own number.")]
+Output = Annotated[Path | None, typer.Option(help="Append the results to this file, as JSON lines.")]
+
+# Each is a module of vtensor.bench with a function `benchmark`.
+BENCHMARKS = {
+    "step": "KVCacheManager.step: with nothing to map, and with every slot growing, looked ahead and not.",
+    "map": "Page groups put below addresses: one by one, in bulk, beside Python code that holds the GIL.",
+    "overlap": "Iterations of a decode loop whose memory grows, with look-ahead and without (the paper's figure 12).",
+    "reclaim": "Admission of a request: onto a cold cache, a deferred slot, an eager one (the paper's figure 13).",
+}
 
 
 def main() -> None:
@@ -128,16 +140,19 @@ def demo(
 
 @bench_app.callback()
 def _bench() -> None:
-    """Measure something on this machine."""
+    """Measure something on this machine.
+
+    What is to be timed is checked first: where it does not do what it should, the exit code is 2 and nothing was timed.
+    """
 
 
 @bench_app.command()
 @_sentence_on_error
 def api(
-    device: Annotated[str, typer.Option(help="cpu or cuda:<index>.")] = "cpu",
-    small: Annotated[bool, typer.Option("--small", help="Few rounds, for a first look (about a second).")] = False,
+    device: BenchDevice = "cpu",
+    small: Small = False,
     rounds: Annotated[int | None, typer.Option(help="Rounds of each handle size. Default: 200, or 10.")] = None,
-    output: Annotated[Path | None, typer.Option(help="Append the results to this file, as JSON lines.")] = None,
+    output: Output = None,
     debug: Debug = False,
 ) -> None:
     """Latency of the virtual-memory calls, by handle size."""
@@ -159,6 +174,28 @@ def api(
     if output is not None:
         write_records(output, ({**record, **result.as_record()} for result in results))
         console.print(f"{len(results)} lines appended to {output}", highlight=False)
+
+
+def _add_benchmark(name: str, summary: str) -> None:
+    @bench_app.command(name, help=summary)
+    @_sentence_on_error
+    def run(
+        device: BenchDevice = "cpu",
+        small: Small = False,
+        rounds: Rounds = None,
+        output: Output = None,
+        debug: Debug = False,
+    ) -> None:
+        from importlib import import_module
+
+        from vtensor.bench.report import run_and_report
+
+        benchmark = import_module(f"vtensor.bench.{name}").benchmark(device, small=small, rounds=rounds)
+        run_and_report(benchmark, output)
+
+
+for _name, _summary in BENCHMARKS.items():
+    _add_benchmark(_name, _summary)
 
 
 if __name__ == "__main__":

@@ -5,6 +5,8 @@ from __future__ import annotations
 import os
 import threading
 import weakref
+from collections.abc import Callable
+from functools import cached_property
 
 import numpy as np
 import numpy.typing as npt
@@ -12,10 +14,11 @@ import torch
 
 from vtensor.allocator import graveyard
 from vtensor.allocator.address_space import AddressSpace, Shortage, out_of_pages
+from vtensor.allocator.mapper import get_mapper
 from vtensor.allocator.page_pool import PagePool
 from vtensor.errors import ClosedError
 from vtensor.interrupts import interrupts_held
-from vtensor.streams import DeviceEvent, StreamUse, check_not_capturing, is_capturing
+from vtensor.streams import DeviceEvent, StreamUse, check_not_capturing, is_capturing, relaxed_capture
 from vtensor.unpicklable import Unpicklable
 
 __all__ = ["Region"]
@@ -38,8 +41,8 @@ class Region(Unpicklable):
         self.streams = StreamUse(device)
         self.content = pool.new_content()
         self.decommit_epoch = 0
-        # Streams that may still be zeroing what they committed, and the event after it.
-        self._zeroing: list[tuple[int, DeviceEvent]] = []
+        # By stream that may still be zeroing what it committed: the event after it.
+        self._zeroing: dict[int, DeviceEvent] = {}
         self._zeroing_lock = threading.Lock()
         storage = torch._C._construct_storage_from_data_pointer(self.space.base, device, self.space.size_bytes)
         self._release = weakref.finalize(storage, _bury, self.space, self.streams, self.process_id)
@@ -64,8 +67,13 @@ class Region(Unpicklable):
         """Let go of the storage; the memory goes back once no view is left and the device has finished."""
         self._bytes = None
 
-    def try_commit(self, ranges: npt.NDArray[np.int64]) -> int:
-        """Commit page groups, zeroed in the order of the current stream; the number that was mapped.
+    def try_commit(self, ranges: npt.NDArray[np.int64]) -> tuple[int, int]:
+        """Commit page groups, zeroed in the order of the current stream.
+
+        Returns
+        -------
+        int, int
+            Page groups that came into service, and those of them that had been mapped ahead.
 
         Raises
         ------
@@ -73,9 +81,16 @@ class Region(Unpicklable):
             Not enough page groups; nothing was changed.
         """
         stream = self.streams.current()
-        return self.space.commit(
-            ranges, content=self.content, stream=stream, on_mapped=lambda: self._note_zeroing(stream)
-        )
+        was_ready = [0]
+
+        def on_mapped(num_ready: int) -> None:
+            was_ready[0] = num_ready
+            if num_ready:
+                self.wait_for_mapper()
+            self._note_zeroing(stream)
+
+        number = self.space.commit(ranges, content=self.content, stream=stream, on_mapped=on_mapped)
+        return number, was_ready[0]
 
     def commit(self, ranges: npt.NDArray[np.int64], what: str) -> int:
         """Commit page groups as `try_commit`; waits for dying memory, and asks torch for its own, before it gives up.
@@ -90,7 +105,7 @@ class Region(Unpicklable):
         remedies = iter((graveyard.drain, self.ask_torch))
         while True:
             try:
-                return self.try_commit(ranges)
+                return self.try_commit(ranges)[0]
             except Shortage as shortage:
                 remedy = next(remedies, None)
                 if remedy is None:
@@ -108,7 +123,7 @@ class Region(Unpicklable):
         if self.device.type == "cuda":
             event = DeviceEvent(torch.cuda.current_stream(self.device))
             with self._zeroing_lock:
-                self._zeroing.append((stream, event))
+                self._zeroing[stream] = event
 
     def use(self) -> None:
         """Note the current stream as a user, and let it wait until other streams have zeroed what they committed.
@@ -119,14 +134,47 @@ class Region(Unpicklable):
         current = self.streams.current()
         if self._zeroing and not is_capturing(self.device):
             with self._zeroing_lock:
-                self._zeroing = [(stream, event) for stream, event in self._zeroing if not event.query()]
-                pending = [event for stream, event in self._zeroing if stream != current]
+                self._zeroing = {stream: event for stream, event in self._zeroing.items() if not event.query()}
+                pending = [event for stream, event in self._zeroing.items() if stream != current]
             self.streams.wait(pending)
 
-    def decommit(self, ranges: npt.NDArray[np.int64], *, forget_content: bool) -> None:
+    # -- the mapper, which zeroes what it maps ahead on a stream of its own --------------------------------------------
+
+    @cached_property
+    def _mapper_stream(self) -> torch.cuda.Stream:
+        make: Callable[..., torch.cuda.Stream] = torch.cuda.ExternalStream
+        return make(get_mapper(self.space.pool.driver).stream, device=self.device)
+
+    def wait_for_mapper(self) -> None:
+        """Let the current stream wait until the mapper's stream has zeroed what it was given."""
+        if self.device.type == "cuda":
+            self.streams.wait([DeviceEvent(self._mapper_stream)])
+
+    def finish_mapper(self) -> None:
+        """Wait for that oneself."""
+        if self.device.type == "cuda":
+            DeviceEvent(self._mapper_stream).synchronize()
+
+    def mapper_is_idle(self) -> bool:
+        """Whether the mapper is at nothing of this region, and has zeroed what it was given."""
+        if not self.space.is_settled:
+            return False
+        if self.device.type == "cpu":
+            return True
+        with relaxed_capture():
+            return bool(self._mapper_stream.query())
+
+    def withdraw(self, ranges: npt.NDArray[np.int64]) -> None:
+        """Take places out of service, which stay mapped until somebody decommits or commits them."""
+        try:
+            self.space.withdraw(ranges)
+        finally:
+            self.decommit_epoch += 1  # afterwards: a view that looks meanwhile must look again
+
+    def decommit(self, ranges: npt.NDArray[np.int64], *, forget_content: bool) -> int:
         """Take page groups away, with which the device has finished; views check again what they can reach."""
         try:
-            self.space.decommit(ranges, forget_content=forget_content)
+            return self.space.decommit(ranges, forget_content=forget_content)
         finally:
             self.decommit_epoch += 1  # afterwards: a view that looks meanwhile must look again
 

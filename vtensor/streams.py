@@ -10,7 +10,7 @@ import torch
 
 from vtensor.errors import VTensorError
 
-__all__ = ["DeviceEvent", "StreamUse", "check_not_capturing", "is_capturing"]
+__all__ = ["DeviceEvent", "StreamUse", "check_not_capturing", "is_capturing", "relaxed_capture"]
 
 
 def is_capturing(device: torch.device) -> bool:

@@ -1,4 +1,4 @@
-"""The driver table: seven virtual-memory calls, one interface, two backends.
+"""The driver table: seven virtual-memory calls and one that zeroes, one interface, two backends.
 
 Each backend gives the addresses of C functions with the signatures of CUDA's virtual-memory calls. Compiled code calls
 those addresses without the GIL; the methods here call the same addresses from Python, for cold paths and for tests.
@@ -9,6 +9,8 @@ from __future__ import annotations
 import ctypes
 import os
 from abc import ABC, abstractmethod
+from collections.abc import Sequence
+from contextlib import AbstractContextManager, nullcontext
 from enum import IntEnum
 from typing import ClassVar
 
@@ -37,6 +39,7 @@ class Call(IntEnum):
     SET_ACCESS = 4
     UNMAP = 5
     RELEASE = 6
+    ZERO = 7
 
     @property
     def symbol(self) -> str:
@@ -57,6 +60,7 @@ _SYMBOLS = {
     Call.SET_ACCESS: "cuMemSetAccess",
     Call.UNMAP: "cuMemUnmap",
     Call.RELEASE: "cuMemRelease",
+    Call.ZERO: "cuMemsetD8Async",
 }
 _NUM_ARGUMENTS = {
     Call.RESERVE: 5,
@@ -66,6 +70,7 @@ _NUM_ARGUMENTS = {
     Call.SET_ACCESS: 4,
     Call.UNMAP: 2,
     Call.RELEASE: 1,
+    Call.ZERO: 4,
 }
 _PROTOTYPES = {n: ctypes.CFUNCTYPE(ctypes.c_int, *[ctypes.c_int64] * n) for n in set(_NUM_ARGUMENTS.values())}
 
@@ -75,7 +80,7 @@ class Driver(Unpicklable, ABC):
 
     Attributes
     ----------
-    entry_points : ndarray of int64, shape [7]
+    entry_points : ndarray of int64, shape [8]
         Address of each `Call`'s C function; all arguments are 64 bits wide, the result is a CUresult.
     creation_properties, read_write_access, read_only_access : int
         Addresses of the structures that `create` and `set_access` take.
@@ -106,16 +111,34 @@ class Driver(Unpicklable, ABC):
     # -- what only the backend knows ----------------------------------------------------------------------------
 
     @abstractmethod
-    def zero(self, address: int, size_bytes: int, stream: int) -> None:
-        """Fill mapped, writable memory with zeros, in the order of `stream` (a raw handle, 0 on the host)."""
-
-    @abstractmethod
     def memory_info(self) -> tuple[int, int]:
         """Bytes of the device's memory that are free now, and all there are."""
 
     @abstractmethod
+    def access_to(self, peers: Sequence[int], *, writable: bool) -> npt.NDArray[np.int32]:
+        """What `SET_ACCESS` takes to open memory to this device and to other GPUs: a CUmemAccessDesc a row.
+
+        Raises
+        ------
+        ValueError
+            A peer that cannot reach this device's memory.
+        """
+
+    @abstractmethod
     def explain(self, call: Call, code: int) -> tuple[str, str]:
         """Name of an error code, and what it means for this call."""
+
+    def current_context(self) -> AbstractContextManager[None]:
+        """What has to surround `ZERO`, the one call that works on the device: its context, current in this thread."""
+        return nullcontext()
+
+    def background_thread(self) -> AbstractContextManager[None]:
+        """What has to surround the work of a thread that only makes driver calls."""
+        return nullcontext()
+
+    def new_stream(self) -> int:
+        """A stream for such a thread, in no order with others (a raw handle, 0 on the host). It lives on."""
+        return 0
 
     def finish(self, stream: int) -> None:
         """Wait until a stream has done what it was given; on the host everything has."""
@@ -188,3 +211,9 @@ class Driver(Unpicklable, ABC):
     def release(self, handle: int) -> None:
         """Give up a handle; its memory is freed once its last mapping is gone too."""
         self.check(Call.RELEASE, self.invoke(Call.RELEASE, handle), f"handle {handle:#x}")
+
+    def zero(self, address: int, size_bytes: int, stream: int) -> None:
+        """Fill mapped, writable memory with zeros, in the order of `stream` (a raw handle, 0 on the host)."""
+        with self.current_context():
+            code = self.invoke(Call.ZERO, address, 0, size_bytes, stream)
+        self.check(Call.ZERO, code, f"{size_bytes:,} bytes at {address:#x}")

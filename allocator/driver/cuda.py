@@ -2,12 +2,14 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+import ctypes
+from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
 from typing import Any
 
 import numpy as np
+import numpy.typing as npt
 from cuda.bindings import driver as cu
 
 from vtensor.allocator.driver.base import SUCCESS, Call, Driver
@@ -15,6 +17,9 @@ from vtensor.errors import DriverError
 
 __all__ = ["CudaDriver", "DeviceFacts", "describe_device", "device_count", "driver_cuda_version", "read", "write"]
 
+_READ_WRITE = cu.CUmemAccess_flags.CU_MEM_ACCESS_FLAGS_PROT_READWRITE
+_READ_ONLY = cu.CUmemAccess_flags.CU_MEM_ACCESS_FLAGS_PROT_READ
+_ACCESS_BYTES = 12  # a CUmemAccessDesc: type and number of the location, flags
 _CUDA_VERSION = 12000  # of the signatures below; a newer driver keeps serving them
 
 
@@ -87,7 +92,7 @@ class CudaDriver(Driver):
         count = int(_unwrap("cuDeviceGetCount", cu.cuDeviceGetCount()))
         if not 0 <= index < count:
             raise DriverError("cuDeviceGet", "no such device", f"cuda:{index} was asked for, there are {count} devices")
-        self.device = f"cuda:{index}"
+        self.device, self._index = f"cuda:{index}", index
         self._device = _unwrap("cuDeviceGet", cu.cuDeviceGet(index))
         attribute = cu.CUdevice_attribute.CU_DEVICE_ATTRIBUTE_VIRTUAL_MEMORY_MANAGEMENT_SUPPORTED
         if not _unwrap("cuDeviceGetAttribute", cu.cuDeviceGetAttribute(attribute, self._device)):
@@ -95,24 +100,30 @@ class CudaDriver(Driver):
         self._context = _unwrap("cuDevicePrimaryCtxRetain", cu.cuDevicePrimaryCtxRetain(self._device))
 
         self._properties = allocation_properties(cu.CUmemLocationType.CU_MEM_LOCATION_TYPE_DEVICE, index)
-        self._access = []
-        for flags in (
-            cu.CUmemAccess_flags.CU_MEM_ACCESS_FLAGS_PROT_READWRITE,
-            cu.CUmemAccess_flags.CU_MEM_ACCESS_FLAGS_PROT_READ,
-        ):
-            access = cu.CUmemAccessDesc()
-            access.location.type = cu.CUmemLocationType.CU_MEM_LOCATION_TYPE_DEVICE
-            access.location.id = index
-            access.flags = flags
-            self._access.append(access)
+        self._access = [self.access_to((), writable=writable) for writable in (True, False)]
         self.creation_properties = int(self._properties.getPtr())
-        self.read_write_access, self.read_only_access = (int(access.getPtr()) for access in self._access)
+        self.read_write_access, self.read_only_access = (int(access.ctypes.data) for access in self._access)
         self.granularity_bytes = granularity_bytes(self._properties)
         self.default_page_group_bytes = self.granularity_bytes
         self.entry_points = np.array([_entry_point(call.symbol) for call in Call], np.int64)
 
+    def access_to(self, peers: Sequence[int], *, writable: bool) -> npt.NDArray[np.int32]:
+        """What `SET_ACCESS` takes to open memory to this device and to other GPUs: a CUmemAccessDesc a row."""
+        rows = []
+        for index in (self._index, *peers):
+            if index != self._index:
+                peer = _unwrap("cuDeviceGet", cu.cuDeviceGet(index))
+                if not _unwrap("cuDeviceCanAccessPeer", cu.cuDeviceCanAccessPeer(peer, self._device)):
+                    raise ValueError(f"peer cuda:{index} cannot reach the memory of {self.device}")
+            access = cu.CUmemAccessDesc()
+            access.location.type = cu.CUmemLocationType.CU_MEM_LOCATION_TYPE_DEVICE
+            access.location.id = index
+            access.flags = _READ_WRITE if writable else _READ_ONLY
+            rows.append(np.frombuffer(ctypes.string_at(int(access.getPtr()), _ACCESS_BYTES), np.int32))
+        return np.stack(rows)
+
     @contextmanager
-    def _current_context(self) -> Iterator[None]:
+    def current_context(self) -> Iterator[None]:
         """The device's primary context, current in this thread for a few calls."""
         _unwrap("cuCtxPushCurrent", cu.cuCtxPushCurrent(self._context))
         try:
@@ -120,21 +131,27 @@ class CudaDriver(Driver):
         finally:
             _unwrap("cuCtxPopCurrent", cu.cuCtxPopCurrent())
 
-    def zero(self, address: int, size_bytes: int, stream: int) -> None:
-        """Fill mapped, writable memory with zeros, in the order of `stream`."""
-        self.check_process()
-        with self._current_context():
-            _unwrap("cuMemsetD8Async", cu.cuMemsetD8Async(address, 0, size_bytes, stream))
+    @contextmanager
+    def background_thread(self) -> Iterator[None]:
+        """The device's context, and the promise that no graph capture need mind the thread."""
+        with self.current_context(), relaxed_capture_mode():
+            yield
+
+    def new_stream(self) -> int:
+        """A stream that other streams, the default one included, are in no order with."""
+        with self.current_context():
+            flags = int(cu.CUstream_flags.CU_STREAM_NON_BLOCKING)
+            return int(_unwrap("cuStreamCreate", cu.cuStreamCreate(flags)))
 
     def finish(self, stream: int) -> None:
         """Wait until a stream has done what it was given."""
-        with self._current_context():
+        with self.current_context(), relaxed_capture_mode():
             _unwrap("cuStreamSynchronize", cu.cuStreamSynchronize(stream))
 
     def memory_info(self) -> tuple[int, int]:
         """Bytes of memory that are free now, and all there are."""
         self.check_process()
-        with self._current_context():
+        with self.current_context():
             free, total = _unwrap("cuMemGetInfo", cu.cuMemGetInfo())
         return int(free), int(total)
 
@@ -249,7 +266,7 @@ def describe_device(index: int) -> DeviceFacts:
 def write(driver: CudaDriver, address: int, data: bytes) -> None:
     """Copy bytes from the host to mapped, writable memory, and wait for it."""
     driver.check_process()
-    with driver._current_context():
+    with driver.current_context():
         _unwrap("cuMemcpyHtoD", cu.cuMemcpyHtoD(address, data, len(data)))
 
 
@@ -258,6 +275,6 @@ def read(driver: CudaDriver, address: int, size_bytes: int) -> bytes:
     driver.check_process()
     buffer = bytearray(size_bytes)
     view = np.frombuffer(buffer, np.uint8)
-    with driver._current_context():
+    with driver.current_context():
         _unwrap("cuMemcpyDtoH", cu.cuMemcpyDtoH(view.ctypes.data, address, size_bytes))
     return bytes(buffer)

@@ -2,12 +2,13 @@
 
 from __future__ import annotations
 
-import ctypes
 import mmap
 import os
+from collections.abc import Sequence
 from pathlib import Path
 
 import numpy as np
+import numpy.typing as npt
 
 from vtensor.allocator.driver import host_native as native
 from vtensor.allocator.driver.base import Call, Driver
@@ -110,10 +111,11 @@ class HostDriver(Driver):
         """Memory behind all handles that are owned or mapped."""
         return int(self._live_bytes[0])
 
-    def zero(self, address: int, size_bytes: int, stream: int) -> None:
-        """Fill mapped, writable memory with zeros, in the order of `stream`."""
-        self.check_process()
-        ctypes.memset(address, 0, size_bytes)
+    def access_to(self, peers: Sequence[int], *, writable: bool) -> npt.NDArray[np.int32]:
+        """What `SET_ACCESS` takes to open memory; the host has no peers."""
+        if peers:
+            raise ValueError(f"peers {list(peers)} cannot reach the memory of cpu: peer devices are for CUDA")
+        return np.array(self._access[0 if writable else 1][None])
 
     def memory_info(self) -> tuple[int, int]:
         """Bytes of memory that are free now, and all there are."""

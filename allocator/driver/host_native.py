@@ -53,6 +53,7 @@ _munmap = types.ExternalFunction("munmap", _i32(_i64, _i64))
 _mprotect = types.ExternalFunction("mprotect", _i32(_i64, _i64, _i32))
 _madvise = types.ExternalFunction("madvise", _i32(_i64, _i64, _i32))
 _fallocate = types.ExternalFunction("fallocate", _i32(_i32, _i32, _i64, _i64))
+_memset = types.ExternalFunction("memset", _i64(_i64, _i32, _i64))
 _errno_address = types.ExternalFunction("__errno_location", _i64())
 _EINTR = 4
 
@@ -378,5 +379,13 @@ def _release(handle: int) -> int:
     return code
 
 
+@callback("int32(int64, int64, int64, int64)")
+def _zero(address: int, value: int, size: int, stream: int) -> int:
+    if address <= 0 or size < 0 or value != 0 or stream != 0:
+        return INVALID_VALUE
+    _memset(address, 0, size)
+    return SUCCESS
+
+
 # In the order of `Call`.
-FUNCTIONS = (_address_reserve, _address_free, _create, _map, _set_access, _unmap, _release)
+FUNCTIONS = (_address_reserve, _address_free, _create, _map, _set_access, _unmap, _release, _zero)

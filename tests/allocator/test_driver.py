@@ -184,6 +184,7 @@ def test_every_call_raises_its_error(driver: Driver, call: Call, code: int) -> N
         Call.SET_ACCESS: lambda: driver.set_access(size, size),
         Call.UNMAP: lambda: driver.unmap(size, size),
         Call.RELEASE: lambda: driver.release(0),
+        Call.ZERO: lambda: driver.zero(size, size, 0),
     }[call]
     with fail(driver, call, 1, code) as calls, pytest.raises(DriverError) as caught:
         do()

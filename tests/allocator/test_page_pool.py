@@ -19,6 +19,7 @@ import pytest
 from tests.helpers.child import in_child
 from tests.helpers.faults import fail, record
 from tests.helpers.memory import access_at, fill_place, place_value, ranges
+from vtensor.allocator import words
 from vtensor.allocator.address_space import AddressSpace, Shortage, out_of_pages
 from vtensor.allocator.driver import Call, get_driver
 from vtensor.allocator.page_pool import PagePool
@@ -53,7 +54,7 @@ def test_default_sizes(device: str) -> None:
     pool = PagePool(device)
     assert pool.page_group_bytes == {"cpu": 64 << 10, "cuda:0": 2 * MIB}[device]
     assert pool.stats().capacity_page_groups is None
-    assert pool.available_page_groups() is None
+    assert pool.stats().capacity_page_groups is None
     pool.close()
 
 
@@ -99,11 +100,11 @@ def test_counts(pool: PagePool, make_space: MakeSpace) -> None:
     space.commit(ranges((0, 5)), content=2)
     stats = pool.stats()
     assert (stats.total_page_groups, stats.free_page_groups, stats.mapped_page_groups) == (5, 0, 5)
-    assert pool.available_page_groups() == 11
+    assert pool.num_available == 11
     space.decommit(ranges((1, 2)), forget_content=False)
     stats = pool.stats()
     assert (stats.total_page_groups, stats.free_page_groups, stats.mapped_page_groups) == (5, 2, 3)
-    assert pool.available_page_groups() == 13
+    assert pool.num_available == 13
     assert "3 mapped + 2 free" in repr(pool)
 
 
@@ -161,7 +162,7 @@ def test_shortage_changes_nothing(pool: PagePool, make_space: MakeSpace, num_fre
         assert (pool.stats(), space.arrays.table[:64].tolist()) == before
     assert place_value(space, 3) == 77
     space.commit(ranges((10, 6)), content=2)
-    assert pool.available_page_groups() == 0
+    assert pool.num_available == 0
 
 
 def test_shortage_of_the_device(make_pool: MakePool) -> None:
@@ -327,7 +328,8 @@ def test_forgotten_pool_gives_its_memory_back(device: str) -> None:
     space.commit(ranges((0, 4)), content=2)
     space.close()
     pool.retire()
-    other = PagePool(device, capacity_bytes=4 * pool.page_group_bytes)
+    size = pool.page_group_bytes
+    other = PagePool(device, capacity_bytes=4 * size, max_size_class_bytes=size)
     space = AddressSpace(other, 4 * pool.page_group_bytes)
     space.commit(ranges((0, 4)), content=2)
     space.close()
@@ -345,7 +347,7 @@ def test_forgotten_pool_gives_its_memory_back(device: str) -> None:
 def test_forgotten_space_gives_its_memory_back(device: str, in_cycle: bool, num_page_groups: int | None) -> None:
     size = get_driver(device).granularity_bytes
     capacity = None if num_page_groups is None else num_page_groups * size
-    pool = PagePool(device, capacity_bytes=capacity, page_group_bytes=size)
+    pool = PagePool(device, capacity_bytes=capacity, page_group_bytes=size, max_size_class_bytes=size)
     driver, space = pool.driver, AddressSpace(pool, 8 * size)
     space.commit(ranges((0, 3), (5, 2)), content=2)
     if in_cycle:
@@ -378,7 +380,8 @@ def test_pools_share_nothing(make_pool: MakePool) -> None:
     for number, space in enumerate(spaces):
         space.commit(ranges((0, 4)), content=2)
         fill_place(space, number, number + 1)
-    assert [pool.available_page_groups() for pool in pools] == [0, 4, None]
+    assert [pool.num_available for pool in pools[:2]] == [0, 4]
+    assert pools[2].stats().capacity_page_groups is None
     with pytest.raises(ValueError, match="one pool"):
         spaces[1].alias(0, spaces[0], 0, 1)
     spaces[0].close()
@@ -403,31 +406,29 @@ def test_marks_are_new(pool: PagePool) -> None:
 
 @pytest.mark.parametrize("damage", ["twice free", "free and mapped", "lost", "total", "mappings", "table", "count"])
 def test_integrity_finds_damage(pool: PagePool, make_space: MakeSpace, damage: str) -> None:
-    from vtensor.allocator import plan
-
     space = make_space()
     space.commit(ranges((0, 6)), content=2)
     space.decommit(ranges((0, 3)), forget_content=False)
     space.check_integrity()
     arrays, header = pool.arrays, pool.arrays.header
-    saved = [array[:32].copy() for array in (*arrays[:6], space.arrays.table, space.arrays.header)]
+    saved = [array[:32].copy() for array in (*arrays[:7], space.arrays.table, space.arrays.header)]
     if damage == "twice free":
         arrays.free[0] = arrays.free[1]
     elif damage == "free and mapped":
         arrays.free[0] = space.mapped_page_groups()[0]
     elif damage == "lost":
-        header[plan.NUM_FREE] -= 1
+        header[words.NUM_FREE] -= 1
     elif damage == "total":
-        header[plan.NUM_TOTAL] += 1
+        header[words.NUM_TOTAL] += 1
     elif damage == "mappings":
         arrays.num_mappings[space.mapped_page_groups()[0]] += 1
     elif damage == "table":
         space.arrays.table[7] = space.arrays.table[4]
     else:
-        space.arrays.header[plan.NUM_MAPPED] += 1
+        space.arrays.header[words.NUM_MAPPED] += 1
     with pytest.raises(VTensorError):
         space.check_integrity()
-    for array, before in zip((*arrays[:6], space.arrays.table, space.arrays.header), saved, strict=True):
+    for array, before in zip((*arrays[:7], space.arrays.table, space.arrays.header), saved, strict=True):
         array[:32] = before
     space.check_integrity()
 

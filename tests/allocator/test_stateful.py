@@ -75,7 +75,9 @@ class Machine(RuleBasedStateMachine):
     @initialize()
     def start(self) -> None:
         size = get_driver(self.device).granularity_bytes
-        self.pool = PagePool(self.device, capacity_bytes=CAPACITY * size, page_group_bytes=size)
+        self.pool = PagePool(
+            self.device, capacity_bytes=CAPACITY * size, page_group_bytes=size, max_size_class_bytes=size
+        )
         self.spaces = [self._new_space(), self._new_space()]
         self.marks = [self.pool.new_content(), self.pool.new_content()]
         self.model: list[dict[int, Place]] = [{}, {}]

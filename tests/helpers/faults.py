@@ -24,13 +24,14 @@ from vtensor.allocator.driver import Call, Driver
 from vtensor.allocator.driver.base import SUCCESS
 from vtensor.allocator.native import call, int64_at, lock, unlock
 
-__all__ = ["BROKEN", "Calls", "Made", "fail", "record"]
+__all__ = ["BROKEN", "Calls", "Made", "delay", "fail", "num_begun", "record"]
 
 BROKEN = 999  # CUDA_ERROR_UNKNOWN: an error that is no shortage and that nobody expects
 
 # Words of the state: a mutex (eight), the number of calls noted, then a row for each kind of call.
 _NUM_NOTED, _ROWS = 8, 16
-_REAL, _COUNT, _FAIL_FROM, _FAIL_TO, _CODE, _ROW_WORDS = 0, 1, 2, 3, 4, 8
+_REAL, _COUNT, _FAIL_FROM, _FAIL_TO, _CODE, _DELAY_US, _ROW_WORDS = 0, 1, 2, 3, 4, 5, 8
+_usleep = types.ExternalFunction("usleep", types.int32(types.int32))
 _state = np.zeros(_ROWS + len(Call) * _ROW_WORDS, np.int64)
 _MAX_NOTED, _NOTE_WORDS = 1 << 16, 8
 _notes = np.zeros((_MAX_NOTED, _NOTE_WORDS), np.int64)  # kind, result, arguments
@@ -87,6 +88,8 @@ def _forward(kind, arguments):  # type: ignore[no-untyped-def]
     index = state[_NUM_NOTED]
     state[_NUM_NOTED] += 1
     unlock(_STATE_ADDRESS)
+    if row[_DELAY_US] > 0:
+        _usleep(row[_DELAY_US])
     if code == SUCCESS:
         code = call(row[_REAL], arguments)
     if index < _MAX_NOTED:
@@ -168,6 +171,24 @@ def fail(driver: Driver, which: Call, nth: int, code: int = BROKEN, times: int =
         finally:
             row[_FAIL_FROM] = row[_FAIL_TO] = 0
             calls.stop()
+
+
+@contextmanager
+def delay(driver: Driver, which: Call, microseconds: int) -> Iterator[Calls]:
+    """Let every call of a kind made in this context take so much longer."""
+    with _shimmed(driver):
+        _row(which)[_DELAY_US] = microseconds
+        calls = Calls()
+        try:
+            yield calls
+        finally:
+            _row(which)[_DELAY_US] = 0
+            calls.stop()
+
+
+def num_begun(which: Call) -> int:
+    """Calls of a kind that have begun since the outermost context was entered, those under way included."""
+    return int(_row(which)[_COUNT])
 
 
 @contextmanager

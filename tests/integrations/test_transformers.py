@@ -151,7 +151,7 @@ def test_pointers_stay_and_memory_grows_page_group_by_page_group(device: str) ->
     row_bytes = 2 * 3 * 2 * 16 * 4  # K and V, 3 layers in one slice, 2 heads of 16 fp32
     pointers, committed = set(), []
     tokens = make_inputs(device, batch=1, length=60)["input_ids"]
-    with torch.no_grad(), VirtualCache.for_model(model, page_group_bytes=size) as cache:
+    with torch.no_grad(), VirtualCache.for_model(model, page_group_bytes=size, lookahead_tokens=0) as cache:
         for position in range(tokens.shape[1]):
             model(input_ids=tokens[:, position : position + 1], past_key_values=cache, use_cache=True)
             pointers.add(tuple((layer.keys.data_ptr(), layer.values.data_ptr()) for layer in cache.layers))
@@ -181,7 +181,7 @@ def test_a_step_is_made_once_for_all_layers(monkeypatch: pytest.MonkeyPatch) -> 
 
 def test_the_models_maximum_costs_nothing() -> None:
     model = make_model(max_position_embeddings=1 << 20)
-    with torch.no_grad(), VirtualCache.for_model(model, max_batch_size=64) as cache:
+    with torch.no_grad(), VirtualCache.for_model(model, max_batch_size=64, lookahead_tokens=0) as cache:
         model(**make_inputs(), past_key_values=cache)
         stats = cache.manager.stats()
         assert stats.reserved_bytes == 64 * (1 << 20) * cache.manager.config.bytes_per_token
@@ -191,7 +191,12 @@ def test_the_models_maximum_costs_nothing() -> None:
 class TestRearranging:
     def filled(self, batch: int, max_batch_size: int, **options: Any) -> VirtualCache:
         cache = VirtualCache(
-            make_model().config, max_cache_len=64, max_batch_size=max_batch_size, page_group_bytes=4096, **options
+            make_model().config,
+            max_cache_len=64,
+            max_batch_size=max_batch_size,
+            page_group_bytes=4096,
+            lookahead_tokens=0,
+            **options,
         )
         for layer in range(3):
             states = torch.arange(batch * 2 * 5 * 16, dtype=torch.float32).view(batch, 2, 5, 16) + 1000 * layer

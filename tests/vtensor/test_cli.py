@@ -13,7 +13,7 @@ from typer.testing import CliRunner, Result
 
 from vtensor import demo
 from vtensor.allocator.driver import get_driver
-from vtensor.cli import app
+from vtensor.cli import BENCHMARKS, app
 from vtensor.integrations import hub
 from vtensor.observe.comparison import count_dynamic
 
@@ -100,6 +100,13 @@ def test_importing_the_command_line_is_quick(tmp_path: Path) -> None:
     code = f"import sys, torch; old = {loaded}; import vtensor.cli; print(sorted(({loaded} - old) & {HEAVY}))"
     done = subprocess.run([sys.executable, "-c", code], cwd=tmp_path, capture_output=True, text=True, timeout=120)
     assert done.stdout.strip() == "[]", done.stderr
+
+
+def test_every_benchmark_is_a_command(run: Callable[..., Result]) -> None:
+    listed = run("bench", "--help").stdout
+    for name in ("api", *BENCHMARKS):
+        assert re.search(rf"\b{name}\b", listed)
+        assert run("bench", name, "--help").exit_code == 0
 
 
 @pytest.mark.parametrize("arguments", [["nonsense"], ["demo", "--layout", "paged"], ["demo", "--max-new-tokens", "x"]])

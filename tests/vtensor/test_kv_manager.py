@@ -32,14 +32,27 @@ def page(device: str) -> int:
     return int(max(4096, get_driver(device).granularity_bytes))
 
 
+# Nothing in the background, and all handles of one size: memory is where the arithmetic says.
+IN_STEPS_ONLY = {"lookahead_tokens": 0, "eager_slot": False, "low_watermark": 0.0, "high_watermark": 0.0}
+
+
 def make(device: str, **options: Any) -> vt.KVCacheManager:
-    """A small cache. What is no field of its configuration goes to the manager."""
+    """A small cache that maps in its steps only. What is no field of its configuration goes to the manager."""
     fields = {field.name for field in dataclasses.fields(vt.KVCacheConfig)}
     shape = {**SMALL, "max_context_tokens": 64 * page(device) // 2048, "page_group_bytes": page(device)}
+    options = {**IN_STEPS_ONLY, **options}
     shape |= {name: options.pop(name) for name in list(options) if name in fields}
     if "pool" in options:
         shape["page_group_bytes"] = None
+    else:
+        shape.setdefault("max_size_class_bytes", shape["page_group_bytes"])
     return vt.KVCacheManager(vt.KVCacheConfig(**shape), device, **options)
+
+
+def one_size_pool(device: str, num_page_groups: int) -> vt.PagePool:
+    """A pool in which every handle is one page group."""
+    size = page(device)
+    return vt.PagePool(device, capacity_bytes=num_page_groups * size, page_group_bytes=size, max_size_class_bytes=size)
 
 
 def tokens_for(cache: vt.KVCacheManager, page_groups: int) -> int:
@@ -501,7 +514,7 @@ def thieving(cache: vt.KVCacheManager, thief: vt.VirtualTensor, times: int, at_m
 def test_what_was_reclaimed_may_be_stolen_by_others(times: int, at_most: int, from_surplus: bool, device: str) -> None:
     # Slot 0 needs four page groups more. The others hold four each: deferred, or a surplus of three each.
     size = page(device)
-    pool = vt.PagePool(device, capacity_bytes=20 * size, page_group_bytes=size)
+    pool = vt.PagePool(device, capacity_bytes=20 * size, page_group_bytes=size, max_size_class_bytes=size)
     thief = vt.empty(64 * size, dtype=torch.uint8, device=device, pool=pool)
     space: Any = thief._region.space  # type: ignore[union-attr]
     with make(device, pool=pool) as cache:
@@ -565,7 +578,7 @@ class _Passed:
 
 
 def test_a_shortage_waits_for_what_others_gave_up(device: str) -> None:
-    pool = vt.PagePool(device, capacity_bytes=8 * page(device), page_group_bytes=page(device))
+    pool = one_size_pool(device, 8)
     with make(device, pool=pool) as cache:
         other = make(device, pool=pool)
         other.alloc_reqid()
@@ -1051,10 +1064,10 @@ def test_twelve_terabytes_at_once(layout: Any, device: str, driver: Driver) -> N
 
     before = resident_bytes()
     with record(driver) as calls:
-        vt.KVCacheManager(config, device).close()
+        vt.KVCacheManager(config, device, **IN_STEPS_ONLY).close()
     assert [made.call for made in calls] == [Call.RESERVE, Call.FREE]
     with record(driver) as calls:
-        cache = vt.KVCacheManager(config, device)
+        cache = vt.KVCacheManager(config, device, **IN_STEPS_ONLY)
     assert [made.call for made in calls] == [Call.RESERVE]
     assert resident_bytes() - before < 64 << 20  # nothing that is done may depend on the size
     with cache:
@@ -1072,7 +1085,7 @@ def test_twelve_terabytes_at_once(layout: Any, device: str, driver: Driver) -> N
 
 
 def test_two_managers_share_a_pool(device: str) -> None:
-    pool = vt.PagePool(device, capacity_bytes=8 * page(device), page_group_bytes=page(device))
+    pool = one_size_pool(device, 8)
     first, second = make(device, pool=pool), make(device, pool=pool, dtype=torch.float32, num_layers=2)
     assert first.config.page_group_bytes == page(device)
     first.alloc_reqid(), second.alloc_reqid()

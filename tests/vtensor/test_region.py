@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import threading
+import time
 from types import SimpleNamespace
 from typing import Any
 
@@ -10,7 +11,7 @@ import pytest
 import torch
 
 import vtensor as vt
-from tests.helpers.faults import fail
+from tests.helpers.faults import delay, fail, num_begun
 from vtensor.allocator import graveyard
 from vtensor.allocator.driver import Call, Driver, get_driver
 from vtensor.region import Region
@@ -24,19 +25,12 @@ def page(device: str) -> int:
 
 @pytest.mark.parametrize(("first", "on_touch"), [("touch", "commit"), ("commit", "commit"), ("commit", "raise")])
 def test_a_neighbour_waits_until_recycled_memory_is_zero(
-    first: str, on_touch: Any, device: str, driver: Driver, monkeypatch: pytest.MonkeyPatch
+    first: str, on_touch: Any, device: str, driver: Driver
 ) -> None:
     pool = vt.PagePool(device, capacity_bytes=page(device))
     vt.empty(page(device), dtype=torch.uint8, device=device, pool=pool).fill_(7)  # dies, and leaves the page group
     x: Any = vt.empty(4, page(device) // 4, dtype=torch.uint8, device=device, pool=pool, on_touch=on_touch)
-    is_zeroing, has_written = threading.Event(), threading.Event()
-    zero, num_zeroed, errors = type(driver).zero, [], []
-
-    def zero_slowly(self: Driver, address: int, size_bytes: int, stream: int) -> None:
-        num_zeroed.append(size_bytes)
-        is_zeroing.set()
-        has_written.wait(0.3)  # whoever does not wait for us has written long before
-        zero(self, address, size_bytes, stream)
+    errors: list[BaseException] = []
 
     def commit() -> None:
         if first == "touch":
@@ -46,19 +40,21 @@ def test_a_neighbour_waits_until_recycled_memory_is_zero(
 
     def write() -> None:
         try:
-            assert is_zeroing.wait(10)
-            x[2].fill_(5)
+            deadline = time.monotonic() + 10
+            while num_begun(Call.ZERO) == 0:
+                assert time.monotonic() < deadline
+                time.sleep(0.001)
+            x[2].fill_(5)  # whoever does not wait has written long before all is zero
         except BaseException as error:
             errors.append(error)
-        has_written.set()
 
-    monkeypatch.setattr(type(driver), "zero", zero_slowly)
-    threads = [threading.Thread(target=commit), threading.Thread(target=write)]
-    for thread in threads:
-        thread.start()
-    for thread in threads:
-        thread.join()
-    assert (errors, num_zeroed) == ([], [page(device)])
+    with delay(driver, Call.ZERO, 300_000) as calls:
+        threads = [threading.Thread(target=commit), threading.Thread(target=write)]
+        for thread in threads:
+            thread.start()
+        for thread in threads:
+            thread.join()
+    assert (errors, calls.count(Call.ZERO)) == ([], 1)
     assert [row.unique().tolist() for row in x.cpu()] == [[1] if first == "touch" else [0], [0], [5], [0]]
 
 
@@ -76,7 +72,7 @@ def remedies(monkeypatch: pytest.MonkeyPatch) -> list[str]:
 
 
 def test_torch_is_asked_once_before_memory_is_called_short(device: str, driver: Driver, remedies: list[str]) -> None:
-    pool = vt.PagePool(device)
+    pool = vt.PagePool(device, max_size_class_bytes=page(device))
     x = vt.empty(4 * page(device), dtype=torch.uint8, device=device, pool=pool)
     with (
         fail(driver, Call.CREATE, 1, OUT_OF_MEMORY, times=1 << 30) as calls,
@@ -92,7 +88,7 @@ def test_torch_is_asked_once_before_memory_is_called_short(device: str, driver: 
 def test_what_torch_gives_back_is_used(
     num_failures: int, expected: list[str], device: str, driver: Driver, remedies: list[str]
 ) -> None:
-    pool = vt.PagePool(device)
+    pool = vt.PagePool(device, max_size_class_bytes=page(device))
     x = vt.empty(4 * page(device), dtype=torch.uint8, device=device, pool=pool)
     with fail(driver, Call.CREATE, 1, OUT_OF_MEMORY, times=num_failures):
         x.fill_(3)

@@ -84,7 +84,7 @@ def test_bad_arguments() -> None:
 
 def test_of_a_cache(device: str) -> None:
     config = KVCacheConfig(num_layers=4, num_kv_heads=2, head_dim=64, max_batch_size=3, max_context_tokens=1 << 20)
-    with KVCacheManager(config, device=device) as cache:
+    with KVCacheManager(config, device=device, lookahead_tokens=0, eager_slot=False) as cache:
         for _ in range(2):
             cache.alloc_reqid()
         assert cache.step([1000, 10, 0])

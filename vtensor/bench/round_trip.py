@@ -4,13 +4,16 @@ from __future__ import annotations
 
 import ctypes
 import os
+from collections.abc import Iterable
 from contextlib import ExitStack
 from typing import cast
 
 from vtensor.allocator.driver import Driver
 from vtensor.errors import VTensorError
 
-__all__ = ["round_trip"]
+__all__ = ["check_memory", "round_trip"]
+
+_PATTERN_BYTES = 4096
 
 
 def round_trip(driver: Driver, reserve_bytes: int, handle_bytes: int) -> None:
@@ -27,8 +30,6 @@ def round_trip(driver: Driver, reserve_bytes: int, handle_bytes: int) -> None:
     VTensorError
         A call failed, or what was read is not what was written.
     """
-    pattern = os.urandom(4096)
-    last = handle_bytes - len(pattern)
     with ExitStack() as undo:
         address = driver.reserve(reserve_bytes)
         undo.callback(driver.free, address, reserve_bytes)
@@ -37,12 +38,23 @@ def round_trip(driver: Driver, reserve_bytes: int, handle_bytes: int) -> None:
         driver.map(address, handle_bytes, handle)
         undo.callback(driver.unmap, address, handle_bytes)
         driver.set_access(address, handle_bytes)
-        for offset in (0, last):
-            _write(driver, address + offset, pattern)
-            if _read(driver, address + offset, len(pattern)) != pattern:
-                raise VTensorError(
-                    f"{len(pattern)} bytes written at {address + offset:#x} on {driver.device} read differently"
-                )
+        check_memory(driver, (address, address + handle_bytes - _PATTERN_BYTES))
+
+
+def check_memory(driver: Driver, addresses: Iterable[int]) -> None:
+    """Write something else at each address, 4 KiB of it, and read all of it back afterwards.
+
+    Raises
+    ------
+    VTensorError
+        What was read is not what was written: two addresses share memory, say.
+    """
+    patterns = {address: os.urandom(_PATTERN_BYTES) for address in addresses}
+    for address, pattern in patterns.items():
+        _write(driver, address, pattern)
+    for address, pattern in patterns.items():
+        if _read(driver, address, _PATTERN_BYTES) != pattern:
+            raise VTensorError(f"{_PATTERN_BYTES} bytes written at {address:#x} on {driver.device} read differently")
 
 
 def _write(driver: Driver, address: int, data: bytes) -> None:

@@ -20,7 +20,14 @@ from vtensor.units import format_bytes
 __all__ = ["VirtualCache", "VirtualLayer"]
 
 _SUPPORTED_LAYER_TYPES = {"full_attention", "sliding_attention"}
-_CONFIG_OPTIONS = {"layout", "layers_per_slice", "page_group_bytes"}
+_CONFIG_OPTIONS = {
+    "layout",
+    "layers_per_slice",
+    "page_group_bytes",
+    "max_size_class_bytes",
+    "overread_tokens",
+    "expected_context_tokens",
+}
 _MANAGER_OPTIONS = set(inspect.signature(KVCacheManager).parameters) - {"config", "device"}
 
 
@@ -146,7 +153,8 @@ class VirtualCache(Cache):
         batch, num_heads, _, head_dim = states.shape
         if self._manager is None:
             config_options = {name: value for name, value in self._options.items() if name in _CONFIG_OPTIONS}
-            manager_options = {name: value for name, value in self._options.items() if name in _MANAGER_OPTIONS}
+            manager_options: dict[str, Any] = {"eager_slot": False}  # no other requests will come
+            manager_options |= {name: value for name, value in self._options.items() if name in _MANAGER_OPTIONS}
             max_batch_size = self._max_batch_size or batch
             config = KVCacheConfig(
                 num_layers=len(self.layers),

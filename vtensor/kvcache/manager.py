@@ -14,12 +14,14 @@ import numpy as np
 import numpy.typing as npt
 import torch
 
+from vtensor.allocator.mapper import get_mapper
 from vtensor.allocator.page_pool import PagePool
 from vtensor.devices import device_name, resolve_device
 from vtensor.errors import ClosedError, OutOfSlotsError, RequestError, VTensorError
 from vtensor.interrupts import interrupts_held
 from vtensor.kvcache.config import KVCacheConfig
 from vtensor.kvcache.layout import CacheLayout
+from vtensor.kvcache.lookahead import LookAhead
 from vtensor.kvcache.reclaim import SlotMemory
 from vtensor.kvcache.slots import SlotState, SlotTable
 from vtensor.kvcache.stats import KVCacheStats, SlotResidency, StepResult
@@ -31,6 +33,9 @@ from vtensor.unpicklable import Unpicklable
 __all__ = ["KVCacheManager"]
 
 SeqLens = Sequence[int] | npt.NDArray[np.integer[Any]] | torch.Tensor
+
+
+_NOTHING_NEEDED = StepResult()
 
 
 class KVCacheManager(Unpicklable):
@@ -53,10 +58,17 @@ class KVCacheManager(Unpicklable):
     deferred_reclamation : bool
         Whether the slot of a freed request keeps its page groups until they are needed (the paper's section 6.1.2).
         False: they go back to the pool as soon as the device has finished with them.
+    lookahead_tokens : int
+        After each step, memory for so many tokens more is mapped in the background below each request that took part,
+        so that the next step finds it ready. With speculative decoding: the tokens of a draft. 0: no look-ahead.
+    low_watermark, high_watermark : float
+        Parts of the pool's capacity, or of the memory that the device has free and the pool holds. When less than the
+        low one is left, deferred slots are unmapped in the background, oldest first, up to the high one. 0, 0: never.
+    eager_slot : bool
+        Keep one spare slot mapped in the background for a prompt as long as the median of the last ones, unless that
+        goes below the high watermark.
     scrub : bool
         Zero a request's memory before another request gets it.
-    lookahead_tokens, low_watermark, high_watermark, eager_slot
-        Accepted and checked, without effect so far: they steer a mapper thread, and mapping is synchronous.
 
     Raises
     ------
@@ -74,7 +86,7 @@ class KVCacheManager(Unpicklable):
     ...     reqid = cache.alloc_reqid(prompt_tokens=100)
     ...     seq_lens = [0] * 8
     ...     seq_lens[reqid] = 100
-    ...     bool(cache.step(seq_lens)), cache.stats().committed_bytes
+    ...     bool(cache.step(seq_lens)), cache.residency()[reqid].committed_bytes
     (True, 262144)
     """
 
@@ -102,19 +114,33 @@ class KVCacheManager(Unpicklable):
         self._owns_pool = pool is None
         if pool is None:
             pool = PagePool(
-                device_name(self.device), capacity_bytes=capacity_bytes, page_group_bytes=config.page_group_bytes
+                device_name(self.device),
+                capacity_bytes=capacity_bytes,
+                page_group_bytes=config.page_group_bytes,
+                max_size_class_bytes=config.max_size_class_bytes,
             )
         else:
             _check_pool(pool, self.device, config, capacity_bytes)
         self.pool = pool
-        self.config = replace(config, page_group_bytes=pool.page_group_bytes)
+        self.config = replace(
+            config, page_group_bytes=pool.page_group_bytes, max_size_class_bytes=pool.max_size_class_bytes
+        )
         self._layout = CacheLayout.of(self.config, pool.page_group_bytes)
         size_bytes = self._layout.num_places * pool.page_group_bytes
         self._region = Region(pool, self.device, size_bytes, owner="KVCacheManager")
-        self._slots = SlotTable(self._layout)
-        self._memory = SlotMemory(self._region, self._slots, deferred_reclamation=deferred_reclamation, scrub=scrub)
+        self._slots = SlotTable(self._layout, pool, lookahead_tokens)
+        get_mapper(pool.driver)  # its thread and its code are there before the first step
+        self._memory = SlotMemory(
+            self._region,
+            self._slots,
+            deferred_reclamation=deferred_reclamation,
+            scrub=scrub,
+            low_watermark=low_watermark,
+            high_watermark=high_watermark,
+        )
+        self._lookahead = LookAhead(self._region, self._slots, eager_slot=eager_slot, high_watermark=high_watermark)
         self._views: dict[tuple[int, bool], tuple[torch.Tensor, torch.Tensor]] = {}
-        self._problem = np.zeros(2, np.int64)
+        self._answer = np.zeros(self._slots.plan.ANSWER_WORDS, np.int64)
         self._lock = threading.RLock()
         self.closed = False
 
@@ -171,6 +197,7 @@ class KVCacheManager(Unpicklable):
                     "or make the cache with a larger max_batch_size (it costs addresses only)"
                 )
             self._memory.hand_over(slot)
+            self._lookahead.admitted()
             return slot
 
     def step(self, seq_lens: SeqLens) -> StepResult:
@@ -201,23 +228,36 @@ class KVCacheManager(Unpicklable):
             lengths = self._as_lengths(seq_lens)
             self._memory.sweep()
             self._region.streams.current()
-            plan, slots = self._slots.plan, self._slots.arrays
-            problem = self._problem
-            problem[0] = 0
-            ranges = plan.plan_step(slots, lengths, problem)
-            if problem[0]:
-                raise self._bad_length(int(problem[0]), int(problem[1]), int(lengths[problem[1]]))
-            if len(ranges) == 0:
-                return StepResult()
-            start = time.perf_counter()
-            with interrupts_held():
-                num_mapped, shortfall = self._memory.commit(ranges, lengths)
-                if not shortfall:
-                    plan.apply_step(slots, lengths)
-            waited_us = (time.perf_counter() - start) * 1e6
-            if shortfall:
-                return StepResult(shortfall_page_groups=shortfall, waited_us=waited_us)
-            return StepResult(waited_us=waited_us, num_mapped=num_mapped)
+            plan, slots, answer = self._slots.plan, self._slots.arrays, self._answer
+            ranges = plan.plan_step(slots, lengths, answer)
+            if answer[plan.PROBLEM]:
+                slot = int(answer[plan.SLOT])
+                raise self._bad_length(int(answer[plan.PROBLEM]), slot, int(lengths[slot]))
+            result = _NOTHING_NEEDED
+            if len(ranges):
+                start = time.perf_counter()
+                with interrupts_held():
+                    num_mapped, num_ready, shortfall = self._memory.commit(ranges, lengths)
+                    if not shortfall:
+                        plan.apply_step(slots, lengths, answer)
+                waited_us = (time.perf_counter() - start) * 1e6
+                result = StepResult(shortfall, waited_us, num_mapped, num_ready)
+                if shortfall:
+                    return result
+            if answer[plan.HAS_PASSED]:
+                with interrupts_held():
+                    self._memory.pass_windows()
+            if answer[plan.WANTS_AHEAD] or len(ranges):
+                with interrupts_held():
+                    self._map_ahead(lengths, result.num_mapped)
+            return result
+
+    def _map_ahead(self, lengths: npt.NDArray[np.int64], num_mapped: int) -> None:
+        """Leave to the mapper what later steps may need, and what must go to make room."""
+        if self._answer[self._slots.plan.WANTS_AHEAD]:
+            self._lookahead.ask(lengths)
+        self._lookahead.keep_spare()
+        self._memory.keep_watermark(num_mapped)
 
     def free_reqid(self, reqid: int) -> None:
         """End a request. Its slot can be taken at once; its memory waits until the device has finished with it.
@@ -268,10 +308,8 @@ class KVCacheManager(Unpicklable):
             if not _is_index(index, self.config.num_layers):
                 raise RequestError(f"layer {index!r} must be 0 to {self.config.num_layers - 1}")
             if (index, plain) not in self._views:
-                key, value = (
-                    self._region.view(self.config.dtype, *self._layout.layer_view(index, is_value))
-                    for is_value in (False, True)
-                )
+                layouts = (self._layout.layer_view(index, is_value) for is_value in (False, True))
+                key, value = (self._region.view(view.dtype, view.offset, view.shape, view.strides) for view in layouts)
                 if not plain:
                     key, value = (VirtualTensor.wrap(view, self._region, "raise") for view in (key, value))
                 self._views[index, plain] = key, value
@@ -280,14 +318,12 @@ class KVCacheManager(Unpicklable):
     # -- books ----------------------------------------------------------------------------------------------------
 
     def stats(self) -> KVCacheStats:
-        """The cache's memory and slots, now."""
+        """The cache's memory and slots, now. Waits for what the mapper is at."""
         with self._lock:
             self._check_open()
-            pool, slots = self.pool.stats(), self._slots.arrays
-            ranges = self._slots.plan.slot_ranges(slots, np.arange(self.config.max_batch_size))
-            table = self._region.space.arrays.table
-            held = [table[first : first + count] for first, count in ranges.tolist() if count]
-            groups, num_places = np.unique(np.concatenate(held or [table[:0]]), return_counts=True)
+            self._settle()
+            pool = self.pool.stats()
+            groups, num_places = np.unique(self._region.space.mapped_page_groups(), return_counts=True)
             return KVCacheStats(
                 total_page_groups=pool.total_page_groups,
                 free_page_groups=pool.free_page_groups,
@@ -295,31 +331,42 @@ class KVCacheManager(Unpicklable):
                 shared_page_groups=int((num_places > 1).sum()),
                 reserved_bytes=self._region.space.size_bytes,
                 committed_bytes=self._region.space.committed_bytes,
-                used_bytes=int(slots.seq_lens.sum()) * self.config.bytes_per_token,
+                used_bytes=int(self._used_bytes().sum()),
+                ahead_page_groups=self._region.space.num_ahead,
                 swapped_bytes=0,
                 num_active_slots=len(self._slots.in_state(SlotState.ACTIVE)),
                 num_deferred_slots=len(self._slots.in_state(SlotState.DEFERRED)),
+                num_reclaiming_slots=len(self._slots.in_state(SlotState.RECLAIMING)),
+                num_mapped_ahead=self._lookahead.num_mapped,
+                num_dropped_ahead=self._lookahead.num_dropped,
+                num_reclaimed=self._memory.num_reclaimed,
+                num_trimmed=self._memory.num_trimmed,
+                num_passed=self._memory.num_passed,
+                num_failed_releases=self._memory.num_failed,
                 num_driver_calls=pool.num_driver_calls,
             )
 
     def residency(self) -> list[SlotResidency]:
-        """What every slot holds, now."""
+        """What every slot holds, now. Waits for what the mapper is at."""
         with self._lock:
             self._check_open()
+            self._settle()
             slots, page_group_bytes = self._slots.arrays, self.pool.page_group_bytes
-            row_bytes = slots.groups[:, 1]
-            reserved = int((slots.groups[:, 0] * slots.groups[:, 2]).sum()) * page_group_bytes
-            held = self._slots.page_groups(np.arange(self.config.max_batch_size)) * page_group_bytes
-            tokens = (slots.high * page_group_bytes // row_bytes[:, None]).min(axis=0)
+            plan = self._slots.plan
+            num_buffers, row_bytes = slots.groups[:, plan.NUM_BUFFERS], slots.groups[:, plan.ROW_BYTES]
+            reserved = int((num_buffers * slots.groups[:, plan.SLOT_PLACES]).sum()) * page_group_bytes
+            held = ((slots.high - slots.low) * num_buffers[:, None]).sum(axis=0) * page_group_bytes
+            used = self._used_bytes()
+            tokens = (slots.high * page_group_bytes // row_bytes[:, None]).min(axis=0) - self.config.overread_tokens
             limit = self.config.max_context_tokens
             return [
                 SlotResidency(
                     reqid=slot,
                     state=SlotState(int(slots.state[slot])),
                     seq_len=int(slots.seq_lens[slot]),
-                    committed_tokens=min(int(tokens[slot]), limit),
+                    committed_tokens=max(0, min(int(tokens[slot]), limit)),
                     max_context_tokens=limit,
-                    used_bytes=int(slots.seq_lens[slot]) * self.config.bytes_per_token,
+                    used_bytes=int(used[slot]),
                     committed_bytes=int(held[slot]),
                     reserved_bytes=reserved,
                 )
@@ -339,16 +386,24 @@ class KVCacheManager(Unpicklable):
                 self.pool.check_integrity()
                 return
             slots, space = self._slots.arrays, self._region.space
-            idle = slots.state == SlotState.FREE
-            if slots.high[:, idle].any():
+            space.settle()
+            all_slots = np.arange(self.config.max_batch_size)
+            if slots.high[:, np.isin(slots.state, (SlotState.FREE, SlotState.RECLAIMING))].any():
                 raise VTensorError(f"{self!r}: a free slot holds page groups")
-            claimed = self._slots.plan.slot_ranges(slots, np.arange(self.config.max_batch_size))
+            if slots.extent[:, slots.state == SlotState.FREE].any() or (slots.high > slots.extent).any():
+                raise VTensorError(f"{self!r}: a slot's extent is wrong")
+            claimed = self._slots.ranges(all_slots, in_service=True)
             if space.count_missing(claimed):
                 raise VTensorError(f"{self!r}: a slot claims page groups that are not mapped")
-            if int(claimed[:, 1].sum()) != space.num_mapped:
+            in_service = space.num_mapped - space.num_ahead
+            if int(claimed[:, 1].sum()) != in_service:
                 raise VTensorError(
-                    f"{self!r}: {space.num_mapped} page groups are mapped, the slots claim {int(claimed[:, 1].sum())}"
+                    f"{self!r}: {in_service} page groups are in service, the slots claim {int(claimed[:, 1].sum())}"
                 )
+            table = space.arrays.table
+            held = sum(np.count_nonzero(table[row[0] : row[0] + row[1]]) for row in self._slots.ranges(all_slots))
+            if held != space.num_mapped:
+                raise VTensorError(f"{self!r}: {space.num_mapped} page groups are mapped, {held} of them within slots")
             space.check_integrity()
 
     def close(self) -> None:
@@ -363,6 +418,7 @@ class KVCacheManager(Unpicklable):
             check_not_capturing(self.device, "close")
             for event in self._region.streams.record():
                 event.synchronize()
+            self._region.space.settle(cancel=True)
             self.closed = True
             self._views.clear()
             self._region.drop()
@@ -375,6 +431,21 @@ class KVCacheManager(Unpicklable):
                     ResourceWarning,
                     stacklevel=2,
                 )
+
+    def _settle(self) -> None:
+        """Have done what the mapper can do now."""
+        for _ in range(2):
+            self._region.space.settle()
+            self._memory.sweep()
+
+    def _used_bytes(self) -> npt.NDArray[np.int64]:
+        """Of each slot: bytes that hold tokens which a later one can see."""
+        slots, plan = self._slots.arrays, self._slots.plan
+        windows = slots.groups[:, plan.WINDOW, None]
+        tokens = np.where(windows > 0, np.minimum(slots.seq_lens, windows), slots.seq_lens)
+        return np.asarray(
+            (tokens * slots.groups[:, [plan.ROW_BYTES]] * slots.groups[:, [plan.NUM_BUFFERS]]).sum(axis=0)
+        )
 
     # -- helpers --------------------------------------------------------------------------------------------------
 
@@ -421,6 +492,8 @@ class KVCacheManager(Unpicklable):
             plan.NEGATIVE: "a length is 0 or more",
             plan.TOO_LONG: f"a slot holds at most max_context_tokens={self.config.max_context_tokens:,}",
             plan.NOT_ACTIVE: "the slot is not active; alloc_reqid first, or pass 0",
+            plan.WINDOW_PASSED: "what the window of so short a sequence sees is gone; shorten by fewer tokens, or give "
+            "the cache more lookahead_tokens, by which a sequence may always be shortened",
         }
         return RequestError(f"seq_lens[{slot}]={length:,}: {rules[problem]}")
 
@@ -433,6 +506,11 @@ def _check_pool(pool: PagePool, device: torch.device, config: KVCacheConfig, cap
         )
     if pool.driver.device != device_name(device):
         raise ValueError(f"pool of {pool.driver.device} cannot hold a cache on {device}")
+    if config.max_size_class_bytes not in (None, pool.max_size_class_bytes):
+        raise ValueError(
+            f"max_size_class_bytes={config.max_size_class_bytes} differs from the pool's {pool.max_size_class_bytes}; "
+            "leave it out"
+        )
     if config.page_group_bytes not in (None, pool.page_group_bytes):
         raise ValueError(
             f"page_group_bytes={config.page_group_bytes} differs from the pool's {pool.page_group_bytes}; leave it out"

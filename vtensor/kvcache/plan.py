@@ -1,4 +1,7 @@
-"""The compiled part of `KVCacheManager`: lengths in, ranges of places out. Imported on first use (numba)."""
+"""The compiled part of `KVCacheManager`: lengths in, ranges of places out. Imported on first use (numba).
+
+All ranges are rows as `plan.commit` of the allocator takes them: first place, number of places, mark, size class.
+"""
 
 from __future__ import annotations
 
@@ -7,34 +10,62 @@ from typing import NamedTuple
 import numpy as np
 import numpy.typing as npt
 
+from vtensor.allocator.handles import PoolArrays, head_of, size_class_of
 from vtensor.allocator.native import compiled
+from vtensor.allocator.plan import SpaceArrays
+from vtensor.allocator.words import RANGE_WORDS
 
 __all__ = [
+    "ANSWER_WORDS",
+    "CONTENT",
+    "FIRST_PLACE",
+    "GROUP_WORDS",
+    "HAS_PASSED",
+    "LARGEST",
     "NEGATIVE",
     "NOT_ACTIVE",
+    "NUM_BUFFERS",
+    "NUM_PROMPTS",
+    "PROBLEM",
+    "ROW_BYTES",
+    "SLOT",
+    "SLOT_PLACES",
     "TOO_LONG",
+    "WANTS_AHEAD",
+    "WINDOW",
+    "WINDOW_PASSED",
     "SlotArrays",
+    "ahead_ranges",
     "apply_step",
+    "passed_ranges",
     "plan_step",
     "slot_ranges",
+    "spare_ranges",
     "surplus_ranges",
 ]
 
 Int64 = npt.NDArray[np.int64]
 
-# What can be wrong with a length (`problem[0]`; `problem[1]` is the slot).
-NEGATIVE, TOO_LONG, NOT_ACTIVE = 1, 2, 3
+# What `plan_step` answers: what is wrong with which slot's length, whether there are places to map ahead of the next
+# step, and whether windows have passed places.
+PROBLEM, SLOT, WANTS_AHEAD, HAS_PASSED, ANSWER_WORDS = 0, 1, 2, 3, 4
+NEGATIVE, TOO_LONG, NOT_ACTIVE, WINDOW_PASSED = 1, 2, 3, 4
+# Words of a layer group. WINDOW: 0 for none. CONTENT: the mark of its data. LARGEST: its largest size class.
+NUM_BUFFERS, ROW_BYTES, SLOT_PLACES, FIRST_PLACE, WINDOW, CONTENT, LARGEST, GROUP_WORDS = 0, 1, 2, 3, 4, 5, 6, 7
+# Lengths of the prompts that were prefilled last, in a ring; before them their number.
+NUM_PROMPTS = 32
 _ACTIVE = 1
 
 
 class SlotArrays(NamedTuple):
     """State of the slots.
 
-    A slot holds, in each buffer of group g, the page groups [low[g], high[g]) of its own range; those below shared[g]
-    are aliases that other slots see as well::
+    A slot holds, in each buffer of group g, the places [low[g], high[g]) of its own range; those below shared[g] are
+    aliases that other slots see as well. Beyond them, some places up to extent[g] are mapped ahead, and so may be some
+    that a window has passed (below low), until the device has finished with them::
 
-        slot   | shared ....... | private ........ |                      | up to max_context_tokens
-               low            shared             high
+        slot   | passed ... | shared ....... | private ........ | ahead .. |          | up to max_context_tokens
+                           low            shared              high       extent
     """
 
     state: npt.NDArray[np.int8]  # [B], a SlotState
@@ -42,110 +73,228 @@ class SlotArrays(NamedTuple):
     low: Int64  # [G, B]
     high: Int64  # [G, B]
     shared: Int64  # [G, B]
-    groups: Int64  # [G, 4]: num_buffers, row_bytes, slot_places, first_place
-    limits: Int64  # max_context_tokens, page_group_bytes
+    extent: Int64  # [G, B]
+    passed: Int64  # [G, B]: up to where `passed_ranges` has told what windows have passed
+    groups: Int64  # [G, GROUP_WORDS]
+    prompts: Int64  # [1 + NUM_PROMPTS]
+    max_tokens: int
+    page_group_bytes: int
+    overread_tokens: int
+    lookahead_tokens: int
 
 
 @compiled
-def _places(tokens: int, row_bytes: int, page_group_bytes: int) -> int:
-    """Page groups that hold so many tokens."""
-    return (tokens * row_bytes + page_group_bytes - 1) // page_group_bytes
+def _end(slots: SlotArrays, group: int, tokens: int) -> int:
+    """Places that a slot needs for so many tokens, over-read included."""
+    size = slots.page_group_bytes
+    return ((tokens + slots.overread_tokens) * slots.groups[group, ROW_BYTES] + size - 1) // size  # type: ignore[no-any-return]
 
 
 @compiled
-def plan_step(slots: SlotArrays, seq_lens: Int64, problem: Int64) -> Int64:
-    """What the slots need for these lengths and do not have: rows of (first place, number of places).
+def _ahead_end(slots: SlotArrays, group: int, tokens: int) -> int:
+    """Places that it may need next."""
+    return _end(slots, group, min(tokens + slots.lookahead_tokens, slots.max_tokens))
+
+
+@compiled
+def _problem(slots: SlotArrays, slot: int, tokens: int) -> int:
+    if tokens < 0:
+        return NEGATIVE
+    if tokens > slots.max_tokens:
+        return TOO_LONG
+    if slots.state[slot] != _ACTIVE:
+        return NOT_ACTIVE
+    if tokens < slots.seq_lens[slot]:
+        for group in range(len(slots.groups)):
+            window = slots.groups[group, WINDOW]
+            if window > 0:
+                first = max(0, tokens - window) * slots.groups[group, ROW_BYTES] // slots.page_group_bytes
+                if first < slots.low[group, slot]:
+                    return WINDOW_PASSED
+    return 0
+
+
+@compiled
+def plan_step(slots: SlotArrays, seq_lens: Int64, answer: Int64) -> Int64:
+    """What the slots need for these lengths and do not have.
 
     A length of 0 leaves its slot as it is. When nothing is needed, the lengths are taken over at once; otherwise
-    `apply_step` does that after the ranges were committed. A bad length is told in `problem`, and nothing is done.
+    `apply_step` does that after the ranges were committed. With a bad length, nothing is done.
     """
-    max_tokens, page_group_bytes = slots.limits
+    answer[:] = 0
     batch = len(seq_lens)
     num_ranges = 0
     for slot in range(batch):
         tokens = seq_lens[slot]
         if tokens == 0:
             continue
-        problem[0] = (
-            NEGATIVE
-            if tokens < 0
-            else (TOO_LONG if tokens > max_tokens else (NOT_ACTIVE if slots.state[slot] != _ACTIVE else 0))
-        )
-        if problem[0] != 0:
-            problem[1] = slot
-            return np.empty((0, 2), np.int64)
+        problem = _problem(slots, slot, tokens)
+        if problem != 0:
+            answer[PROBLEM], answer[SLOT] = problem, slot
+            return np.empty((0, RANGE_WORDS), np.int64)
         for group in range(len(slots.groups)):
-            if _places(tokens, slots.groups[group, 1], page_group_bytes) > slots.high[group, slot]:
-                num_ranges += slots.groups[group, 0]
-    ranges = np.empty((num_ranges, 2), np.int64)
+            if _end(slots, group, tokens) > slots.high[group, slot]:
+                num_ranges += slots.groups[group, NUM_BUFFERS]
+    ranges = np.empty((num_ranges, RANGE_WORDS), np.int64)
     if num_ranges == 0:
-        apply_step(slots, seq_lens)
+        apply_step(slots, seq_lens, answer)
         return ranges
     row = 0
     for group in range(len(slots.groups)):
-        num_buffers, row_bytes, slot_places, first_place = slots.groups[group]
-        for buffer in range(num_buffers):
+        for buffer in range(slots.groups[group, NUM_BUFFERS]):
             for slot in range(batch):
                 if seq_lens[slot] > 0:
-                    high = slots.high[group, slot]
-                    needed = _places(seq_lens[slot], row_bytes, page_group_bytes)
-                    if needed > high:
-                        ranges[row, 0] = first_place + (buffer * batch + slot) * slot_places + high
-                        ranges[row, 1] = needed - high
+                    high, end = slots.high[group, slot], _end(slots, group, seq_lens[slot])
+                    if end > high:
+                        _write_row(slots, group, buffer, slot, high, end, ranges[row])
                         row += 1
     return ranges
 
 
 @compiled
-def apply_step(slots: SlotArrays, seq_lens: Int64) -> None:
-    """Take over lengths whose page groups are all there. Shorter ones keep their page groups as surplus."""
-    page_group_bytes = slots.limits[1]
-    for slot in range(len(seq_lens)):
-        if seq_lens[slot] > 0:
-            slots.seq_lens[slot] = seq_lens[slot]
-            for group in range(len(slots.groups)):
-                needed = _places(seq_lens[slot], slots.groups[group, 1], page_group_bytes)
-                slots.high[group, slot] = max(slots.high[group, slot], needed)
+def _write_row(slots: SlotArrays, group: int, buffer: int, slot: int, first: int, end: int, row: Int64) -> None:
+    words = slots.groups[group]
+    row[0] = words[FIRST_PLACE] + (buffer * len(slots.state) + slot) * words[SLOT_PLACES] + first
+    row[1], row[2], row[3] = end - first, words[CONTENT], words[LARGEST]
 
 
 @compiled
-def slot_ranges(slots: SlotArrays, chosen: Int64) -> Int64:
-    """Everything that some slots hold: rows of (first place, number of places)."""
-    batch = len(slots.state)
-    ranges = np.empty((len(chosen) * slots.groups[:, 0].sum(), 2), np.int64)
+def apply_step(slots: SlotArrays, seq_lens: Int64, answer: Int64) -> None:
+    """Take over lengths whose places are all there. Shorter ones keep their places as surplus.
+
+    What lies before a window moves out of service: all that no token of the coming iteration can see, nor one of the
+    `lookahead_tokens` before it, should those be taken back.
+    """
+    for slot in range(len(seq_lens)):
+        tokens, before = seq_lens[slot], slots.seq_lens[slot]
+        if tokens == 0:
+            continue
+        if before == 0:
+            slots.prompts[1 + slots.prompts[0] % NUM_PROMPTS] = tokens
+            slots.prompts[0] += 1
+        for group in range(len(slots.groups)):
+            slots.high[group, slot] = max(slots.high[group, slot], _end(slots, group, tokens))
+            slots.extent[group, slot] = max(slots.extent[group, slot], slots.high[group, slot])
+            if _ahead_end(slots, group, tokens) > slots.extent[group, slot]:
+                answer[WANTS_AHEAD] = 1
+            window = slots.groups[group, WINDOW]
+            if window > 0:
+                first = max(0, min(before, tokens) - window + 1 - slots.lookahead_tokens)
+                low = first * slots.groups[group, ROW_BYTES] // slots.page_group_bytes
+                slots.low[group, slot] = max(slots.low[group, slot], low)
+                if slots.passed[group, slot] < slots.low[group, slot]:
+                    answer[HAS_PASSED] = 1
+        slots.seq_lens[slot] = tokens
+
+
+@compiled
+def ahead_ranges(slots: SlotArrays, seq_lens: Int64) -> Int64:
+    """What the slots of a step may need in the next one, in the smallest size class; it is noted as asked for."""
+    ranges = np.empty((len(seq_lens) * slots.groups[:, NUM_BUFFERS].sum(), RANGE_WORDS), np.int64)
+    row = 0
+    for slot in range(len(seq_lens)):
+        if seq_lens[slot] == 0:
+            continue
+        for group in range(len(slots.groups)):
+            first, end = slots.extent[group, slot], _ahead_end(slots, group, seq_lens[slot])
+            if end > first:
+                for buffer in range(slots.groups[group, NUM_BUFFERS]):
+                    _write_row(slots, group, buffer, slot, first, end, ranges[row])
+                    ranges[row, 3] = 0  # so that each can be taken away again by itself
+                    row += 1
+                slots.extent[group, slot] = end
+    return ranges[:row].copy()
+
+
+@compiled
+def spare_ranges(slots: SlotArrays, slot: int, tokens: int, note: bool) -> Int64:
+    """What an empty slot needs for a prompt of so many tokens; `note` enters it as mapped ahead."""
+    ranges = np.empty((slots.groups[:, NUM_BUFFERS].sum(), RANGE_WORDS), np.int64)
     row = 0
     for group in range(len(slots.groups)):
-        num_buffers, _, slot_places, first_place = slots.groups[group]
-        for slot in chosen:
-            for buffer in range(num_buffers):
-                start = first_place + (buffer * batch + slot) * slot_places
-                ranges[row, 0] = start + slots.low[group, slot]
-                ranges[row, 1] = slots.high[group, slot] - slots.low[group, slot]
+        end = _end(slots, group, tokens)
+        for buffer in range(slots.groups[group, NUM_BUFFERS]):
+            _write_row(slots, group, buffer, slot, 0, end, ranges[row])
+            row += 1
+        if note:
+            slots.extent[group, slot] = end
+    return ranges
+
+
+@compiled
+def passed_ranges(slots: SlotArrays, slot: int) -> Int64:
+    """What windows of a slot have passed since the last time this was asked."""
+    ranges = np.empty((slots.groups[:, NUM_BUFFERS].sum(), RANGE_WORDS), np.int64)
+    row = 0
+    for group in range(len(slots.groups)):
+        first, end = slots.passed[group, slot], slots.low[group, slot]
+        if end > first:
+            for buffer in range(slots.groups[group, NUM_BUFFERS]):
+                _write_row(slots, group, buffer, slot, first, end, ranges[row])
+                row += 1
+            slots.passed[group, slot] = end
+    return ranges[:row].copy()
+
+
+@compiled
+def slot_ranges(slots: SlotArrays, chosen: Int64, in_service: bool) -> Int64:
+    """The places of some slots, a row a buffer, slot by slot: those in service, or all that may be mapped."""
+    ranges = np.empty((len(chosen) * slots.groups[:, NUM_BUFFERS].sum(), RANGE_WORDS), np.int64)
+    row = 0
+    for slot in chosen:
+        for group in range(len(slots.groups)):
+            first = slots.low[group, slot] if in_service else 0
+            end = slots.high[group, slot] if in_service else slots.extent[group, slot]
+            for buffer in range(slots.groups[group, NUM_BUFFERS]):
+                _write_row(slots, group, buffer, slot, first, end, ranges[row])
                 row += 1
     return ranges
 
 
 @compiled
-def surplus_ranges(slots: SlotArrays, seq_lens: Int64, cut: bool) -> Int64:
+def surplus_ranges(slots: SlotArrays, pool: PoolArrays, space: SpaceArrays, seq_lens: Int64, cut: bool) -> Int64:
     """What active slots hold beyond the tokens they have and will have; `cut` takes it off the books.
 
-    What a step shortens is surplus for later steps only: should this one fail, nothing is lost.
+    It begins where in every buffer of a group a handle does. What a step shortens is surplus for later steps only:
+    should this one fail, nothing is lost.
     """
-    batch, page_group_bytes = len(slots.state), slots.limits[1]
-    ranges = np.zeros((batch * slots.groups[:, 0].sum(), 2), np.int64)
+    batch = len(slots.state)
+    ranges = np.empty((batch * slots.groups[:, NUM_BUFFERS].sum(), RANGE_WORDS), np.int64)
     row = 0
-    for group in range(len(slots.groups)):
-        num_buffers, row_bytes, slot_places, first_place = slots.groups[group]
-        for slot in range(batch):
-            if slots.state[slot] != _ACTIVE:
-                continue
+    for slot in range(batch):
+        if slots.state[slot] != _ACTIVE:
+            continue
+        for group in range(len(slots.groups)):
+            end = slots.extent[group, slot]
             tokens = max(seq_lens[slot], slots.seq_lens[slot])
-            needed = max(_places(tokens, row_bytes, page_group_bytes), slots.shared[group, slot])
-            if needed < slots.high[group, slot]:
-                for buffer in range(num_buffers):
-                    ranges[row, 0] = first_place + (buffer * batch + slot) * slot_places + needed
-                    ranges[row, 1] = slots.high[group, slot] - needed
+            first = slots.shared[group, slot]
+            if tokens > 0:
+                first = max(first, _end(slots, group, tokens))
+            first = _handle_border(slots, pool, space, group, slot, first, end)
+            if first < end:
+                for buffer in range(slots.groups[group, NUM_BUFFERS]):
+                    _write_row(slots, group, buffer, slot, first, end, ranges[row])
                     row += 1
                 if cut:
-                    slots.high[group, slot] = needed
-    return ranges[:row]
+                    slots.high[group, slot] = min(slots.high[group, slot], first)
+                    slots.extent[group, slot] = first
+    return ranges[:row].copy()
+
+
+@compiled
+def _handle_border(
+    slots: SlotArrays, pool: PoolArrays, space: SpaceArrays, group: int, slot: int, first: int, end: int
+) -> int:
+    """The first place from `first` on that lies within a handle in no buffer of the group."""
+    words = slots.groups[group]
+    buffer = 0
+    while buffer < words[NUM_BUFFERS] and first < end:
+        place = words[FIRST_PLACE] + (buffer * len(slots.state) + slot) * words[SLOT_PLACES] + first
+        page_group = abs(space.table[place]) - 1
+        buffer += 1
+        if page_group >= 0:
+            offset = page_group - head_of(pool, page_group)
+            if offset > 0:
+                first += (1 << size_class_of(pool, page_group)) - offset
+                buffer = 0  # the others must agree
+    return first

@@ -1,20 +1,23 @@
 """SlotMemory: gives memory to slots, and gets it back from those that can do without.
 
 A slot that was freed keeps its page groups (DEFERRED) until somebody needs them, and so does a request that was
-shortened (surplus). On a shortage they are taken: deferred slots first, oldest first, then surplus. Nothing is unmapped
-before the device has finished with it.
+shortened (surplus). They are taken when memory is short: at once in a step that needs them, deferred slots first,
+oldest first, then surplus; or before that, as soon as less than a watermark is left, by the mapper. What a sliding
+window has passed goes back in the same way. Nothing is unmapped before the device has finished with it, and a slot or
+place that waits to be unmapped is out of service at once.
 """
 
 from __future__ import annotations
 
 from collections.abc import Sequence
+from dataclasses import dataclass
 
 import numpy as np
 import numpy.typing as npt
 
 from vtensor.allocator import graveyard
 from vtensor.allocator.address_space import Shortage
-from vtensor.interrupts import interrupts_held
+from vtensor.allocator.mapper import Job
 from vtensor.kvcache.slots import SlotState, SlotTable
 from vtensor.region import Region
 from vtensor.streams import DeviceEvent
@@ -22,6 +25,21 @@ from vtensor.streams import DeviceEvent
 __all__ = ["SlotMemory"]
 
 Int64 = npt.NDArray[np.int64]
+
+
+@dataclass
+class _Leaving:
+    """Places of a slot that are out of service: they wait for the device, and then for the mapper to unmap them."""
+
+    slot: int
+    ranges: Int64
+    events: Sequence[DeviceEvent]
+    job: Job | None = None
+    end: int = 0  # of its ranges among those of the job
+
+    @property
+    def is_unmapped(self) -> bool:
+        return self.job is not None and self.job.is_done and self.job.num_done >= self.end
 
 
 class SlotMemory:
@@ -34,108 +52,238 @@ class SlotMemory:
     slots : SlotTable
         Who holds what; kept in step with what is mapped.
     deferred_reclamation, scrub : bool
+    low_watermark, high_watermark : float
         As for `KVCacheManager`.
     """
 
-    def __init__(self, region: Region, slots: SlotTable, *, deferred_reclamation: bool, scrub: bool) -> None:
+    def __init__(
+        self,
+        region: Region,
+        slots: SlotTable,
+        *,
+        deferred_reclamation: bool,
+        scrub: bool,
+        low_watermark: float,
+        high_watermark: float,
+    ) -> None:
         self._region = region
         self._slots = slots
         self._deferred_reclamation = deferred_reclamation
         self._scrub = scrub
+        self._watermarks = low_watermark, high_watermark
         self._events: dict[int, list[DeviceEvent]] = {}  # of deferred slots: when the device has finished
+        self._leaving: list[_Leaving] = []
+        self._check_in = 0  # page groups that may still be mapped before the watermark is looked at again
+        self.num_reclaimed = self.num_trimmed = self.num_passed = self.num_failed = 0
 
-    def commit(self, ranges: Int64, seq_lens: Int64) -> tuple[int, int]:
+    # -- commit -----------------------------------------------------------------------------------------------------
+
+    def commit(self, ranges: Int64, seq_lens: Int64) -> tuple[int, int, int]:
         """Commit ranges of places, if need be with what slots can do without.
 
         `seq_lens` are the lengths that the slots are to have; what they or the ones before need is not touched.
 
         Returns
         -------
-        int, int
-            Page groups that were mapped, and page groups that are missing. One of them is 0.
+        int, int, int
+            Page groups that came into service, those of them that were mapped ahead, and page groups that are missing.
         """
         region = self._region
-        was_drained = torch_was_asked = False
+        remedies = iter((self._settle, graveyard.drain))
+        torch_was_asked = False
         while True:
             try:
-                return region.try_commit(ranges), 0
+                return *region.try_commit(ranges), 0
             except Shortage as shortage:
                 missing = shortage.page_groups
-            if not was_drained:
-                was_drained = True
-                graveyard.drain()
+            remedy = next(remedies, None)
+            if remedy is not None:
+                remedy()
             elif self.reclaim(missing, seq_lens):
                 pass  # each time leaves less to reclaim, so this ends, whatever others do to the pool meanwhile
             elif not torch_was_asked and region.ask_torch():
                 torch_was_asked = True
             else:
-                return 0, missing - self._num_reclaimable(seq_lens)
+                return 0, 0, missing - self._num_reclaimable(seq_lens)
+
+    def _settle(self) -> None:
+        """Have the mapper end what it is at, and take away at once what waits for the device."""
+        self._region.space.settle(cancel=True)
+        self._finish_ahead()
+        self._collect()
+        while self._leaving:
+            leaving = self._leaving[0]
+            _wait_for(leaving.events)
+            number = self._decommit(leaving.ranges)
+            self._leaving.pop(0)
+            self._has_left(leaving, number)
+
+    # -- reclamation ------------------------------------------------------------------------------------------------
 
     def _num_reclaimable(self, seq_lens: Int64) -> int:
-        slots = self._slots
-        held = slots.page_groups(slots.in_state(SlotState.DEFERRED))
-        return int(held.sum() + slots.plan.surplus_ranges(slots.arrays, seq_lens, False)[:, 1].sum())
+        deferred = self._slots.in_state(SlotState.DEFERRED)
+        return self._num_mapped(self._slots.ranges(deferred)) + self._num_mapped(self._surplus(seq_lens, cut=False))
+
+    def _num_mapped(self, ranges: Int64) -> int:
+        table = self._region.space.arrays.table
+        return sum(int(np.count_nonzero(table[first : first + count])) for first, count, _, _ in ranges.tolist())
+
+    def _surplus(self, seq_lens: Int64, *, cut: bool) -> Int64:
+        space, slots = self._region.space, self._slots
+        ranges = slots.plan.surplus_ranges(slots.arrays, space.pool.arrays, space.arrays, seq_lens, cut)
+        return ranges  # type: ignore[no-any-return]
 
     def reclaim(self, missing: int, seq_lens: Int64) -> bool:
         """Give so many page groups back to the pool, if there are so many to give; else do nothing, and say so."""
         if self._num_reclaimable(seq_lens) < missing:
             return False
-        slots, plan = self._slots, self._slots.plan
-        deferred = slots.deferred_oldest_first()
-        held = slots.page_groups(deferred)
-        enough = int(np.searchsorted(np.cumsum(held), missing)) + 1
-        self._take_from(deferred[:enough])
-        if int(held.sum()) < missing:
-            for event in self._region.streams.record():
-                event.synchronize()
-            surplus = plan.surplus_ranges(slots.arrays, seq_lens, False)
-            self._region.decommit(surplus, forget_content=self._scrub)
-            plan.surplus_ranges(slots.arrays, seq_lens, True)
+        self._finish_ahead()
+        deferred = self._slots.deferred_oldest_first()
+        for slot in deferred.tolist():
+            if missing <= 0:
+                return True
+            missing -= self._take_from(slot)
+        if missing > 0:
+            _wait_for(self._region.streams.record())
+            surplus = self._surplus(seq_lens, cut=False)
+            self.num_trimmed += self._decommit(surplus)
+            self._surplus(seq_lens, cut=True)
         return True
 
-    def _take_from(self, deferred: Int64) -> None:
-        """Unmap all that some deferred slots hold, once the device has finished with it."""
-        if len(deferred):
-            for slot in deferred:
-                for event in self._events.get(int(slot), []):
-                    event.synchronize()
-            ranges = self._slots.plan.slot_ranges(self._slots.arrays, deferred)
-            self._region.decommit(ranges, forget_content=self._scrub)
-            self._slots.clear(deferred)
-            for slot in deferred:
-                self._events.pop(int(slot), None)
+    def _take_from(self, slot: int) -> int:
+        """Unmap all that a deferred slot holds, once the device has finished with it; the number of page groups."""
+        _wait_for(self._events.get(slot, []))
+        number = self._decommit(self._slots.ranges([slot]))
+        self._slots.clear(np.array([slot]))
+        self._events.pop(slot, None)
+        self.num_reclaimed += number
+        return number
+
+    def _decommit(self, ranges: Int64) -> int:
+        return self._region.decommit(ranges, forget_content=self._scrub)
+
+    def _finish_ahead(self) -> None:
+        """Wait until what was mapped ahead is zeroed as well, before somebody unmaps it."""
+        if self._region.space.num_ahead:
+            self._region.finish_mapper()
+
+    # -- in the background ------------------------------------------------------------------------------------------
+
+    def keep_watermark(self, num_mapped: int) -> None:
+        """When less than the low watermark is left, give up deferred slots up to the high one, oldest first."""
+        self._check_in -= num_mapped
+        if self._check_in > 0:
+            return
+        available, total = self._region.space.pool.headroom()
+        low, high = (int(part * total) for part in self._watermarks)
+        if available >= low:
+            self._check_in = max(1, (available - low) // 4)  # others may use the same memory
+            return
+        available += sum(self._num_mapped(leaving.ranges) for leaving in self._leaving)
+        for slot in self._slots.deferred_oldest_first().tolist():
+            if available >= high:
+                break
+            available += self._num_mapped(self._slots.ranges([slot]))
+            self._give_up(slot)
+        self.sweep()
+
+    def _give_up(self, slot: int) -> None:
+        """Have all that a slot without a request holds unmapped."""
+        self._let_go(slot, self._slots.ranges([slot]), self._events.pop(slot, []))
+        self._slots.withdraw(slot)
+
+    def pass_windows(self) -> None:
+        """Put out of service what windows have passed; it is unmapped once the device has finished with it."""
+        slots, events = self._slots, self._region.streams.record()
+        for slot in np.flatnonzero((slots.arrays.passed < slots.arrays.low).any(axis=0)).tolist():
+            self._let_go(slot, slots.plan.passed_ranges(slots.arrays, slot), events)
+
+    def _let_go(self, slot: int, ranges: Int64, events: Sequence[DeviceEvent]) -> None:
+        self._region.withdraw(ranges)
+        self._leaving.append(_Leaving(slot, ranges, events))
 
     def sweep(self) -> None:
-        """Give back what the device has finished with: what died elsewhere, and freed slots, if nothing is deferred."""
+        """Give back, or have given back, what the device has finished with."""
         graveyard.sweep()
-        if not self._deferred_reclamation and self._events:
-            done = [slot for slot, events in self._events.items() if _all_passed(events)]
-            with interrupts_held():
-                self._take_from(np.array(done, np.int64))
+        if not self._leaving:
+            return
+        self._collect()
+        if not self._region.mapper_is_idle():
+            return  # it may still be zeroing what is to go
+        ready = [leaving for leaving in self._leaving if leaving.job is None and _have_passed(leaving.events)]
+        if ready:
+            ranges = np.concatenate([leaving.ranges for leaving in ready])
+            job = self._region.space.decommit_later(ranges, forget_content=self._scrub)
+            end = 0
+            for leaving in ready:
+                end += len(leaving.ranges)
+                leaving.job, leaving.end = job, end
+
+    def _collect(self) -> None:
+        """Take note of what the mapper has unmapped; what it could not, or was not let, is tried again."""
+        leaving, self._leaving = self._leaving, []
+        for one in leaving:
+            if one.is_unmapped:
+                self._has_left(one, int(one.ranges[:, 1].sum()))
+                continue
+            if one.job is not None and one.job.is_done:
+                self.num_failed += one.job.has_failed
+                one.job = None
+            self._leaving.append(one)
+
+    def _has_left(self, leaving: _Leaving, number: int) -> None:
+        if self._slots.arrays.state[leaving.slot] == SlotState.ACTIVE:
+            self.num_passed += number
+        else:
+            self.num_reclaimed += number
+            self._slots.has_left(leaving.slot, leaving.ranges)
+
+    # -- slots ------------------------------------------------------------------------------------------------------
 
     def hand_over(self, slot: int) -> None:
         """Give a slot, with the page groups that it holds, to a new request: after the last one's kernels."""
-        self._region.streams.current()
-        self._region.streams.wait(self._events.get(slot, []))
+        streams = self._region.streams
+        streams.current()
+        streams.wait(self._events.pop(slot, []))
+        for leaving in [leaving for leaving in self._leaving if leaving.slot == slot]:  # it may need them again
+            self._leaving.remove(leaving)
+            streams.wait(leaving.events)
+            if leaving.job is not None:
+                leaving.job.cancel()
+                leaving.job.wait()
         if self._scrub:
             self._zero(slot)
-        self._events.pop(slot, None)
         self._slots.activate(slot)
 
     def defer(self, slot: int) -> None:
         """End a slot's request; its page groups wait for the device, and for somebody who needs them."""
         events = self._region.streams.record()
-        self._slots.defer(slot)
+        ranges = self._slots.defer(slot)
+        if len(ranges):
+            self._let_go(slot, ranges, events)
         if self._slots.arrays.state[slot] == SlotState.DEFERRED:
             self._events[slot] = events
+            if not self._deferred_reclamation:
+                self._give_up(slot)
 
     def _zero(self, slot: int) -> None:
-        space, stream = self._region.space, self._region.streams.current()
-        size = space.page_group_bytes
-        for first, count in self._slots.plan.slot_ranges(self._slots.arrays, np.array([slot], np.int64)).tolist():
-            if count:
-                space.pool.driver.zero(space.base + first * size, count * size, stream)
+        region = self._region
+        space, size = region.space, region.space.page_group_bytes
+        if space.num_ahead:
+            space.settle()
+            region.wait_for_mapper()
+        for first, count, _, _ in self._slots.ranges([slot]).tolist():
+            mapped = np.flatnonzero(space.arrays.table[first : first + count]) + first
+            for run in np.split(mapped, np.flatnonzero(np.diff(mapped) > 1) + 1):
+                if len(run):
+                    address = space.base + int(run[0]) * size
+                    space.pool.driver.zero(address, len(run) * size, region.streams.current())
 
 
-def _all_passed(events: Sequence[DeviceEvent]) -> bool:
+def _wait_for(events: Sequence[DeviceEvent]) -> None:
+    for event in events:
+        event.synchronize()
+
+
+def _have_passed(events: Sequence[DeviceEvent]) -> bool:
     return all(event.query() for event in events)

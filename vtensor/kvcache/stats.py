@@ -20,9 +20,9 @@ class StepResult:
     waited_us : float
         How long the caller waited for page groups to be mapped.
     num_mapped : int
-        Page groups that this step mapped.
+        Page groups that this step brought into service.
     num_mapped_by_mapper : int
-        Of those, the ones that were ready before the step was called. Always 0: mapping is synchronous so far.
+        Of those, the ones that the mapper had ready before the step was called.
     """
 
     shortfall_page_groups: int = 0
@@ -44,12 +44,22 @@ class KVCacheStats:
         Of the cache's pool: all that exist, and those without a mapping.
     mapped_page_groups, shared_page_groups : int
         Of this cache: page groups in use, each once, and those of them that lie in several places.
+    ahead_page_groups : int
+        Of the mapped ones, those that are out of service: mapped ahead of need, or waiting to be unmapped.
     reserved_bytes, committed_bytes, used_bytes : int
-        Addresses; addresses with memory behind them; bytes that hold tokens of active requests.
+        Addresses; addresses with memory behind them; bytes that hold tokens of active requests, those that a sliding
+        window has passed left out.
     swapped_bytes : int
         Bytes of requests that were swapped out. Always 0: there is no swapping so far.
-    num_active_slots, num_deferred_slots : int
-        Slots with a request, and slots that keep the page groups of one that has ended.
+    num_active_slots, num_deferred_slots, num_reclaiming_slots : int
+        Slots with a request, slots that keep page groups for the next one, and slots that are being emptied.
+    num_mapped_ahead, num_dropped_ahead : int
+        Page groups that the mapper has mapped ahead so far, and ranges that it could not or need not map.
+    num_reclaimed, num_trimmed, num_passed : int
+        Page groups taken so far from slots without a request, from requests that did not need them, and from behind
+        sliding windows.
+    num_failed_releases : int
+        Times that the mapper could not unmap something; it is tried again.
     num_driver_calls : dict of str to int
         Calls of the cache's pool so far, by the driver's name of the call.
     """
@@ -58,12 +68,20 @@ class KVCacheStats:
     free_page_groups: int
     mapped_page_groups: int
     shared_page_groups: int
+    ahead_page_groups: int
     reserved_bytes: int
     committed_bytes: int
     used_bytes: int
     swapped_bytes: int
     num_active_slots: int
     num_deferred_slots: int
+    num_reclaiming_slots: int
+    num_mapped_ahead: int
+    num_dropped_ahead: int
+    num_reclaimed: int
+    num_trimmed: int
+    num_passed: int
+    num_failed_releases: int
     num_driver_calls: dict[str, int]
 
 

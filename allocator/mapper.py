@@ -1,0 +1,157 @@
+"""Mapper: one thread a device that makes driver calls ahead of need, and never takes the GIL.
+
+Who needs memory at once maps it in its own thread. What can wait is handed to the mapper as a **job**: places to map
+ahead (`Mapper.map_ahead`), or handles to take away with which the device has finished (`Mapper.unmap`). Nobody waits
+for a job but those who take away what it works on. A job that fails has no consequences but its own: what it was to do
+is done by whoever comes to need it, and an error that lasts is met there.
+"""
+
+from __future__ import annotations
+
+import atexit
+import os
+import threading
+from typing import TYPE_CHECKING, Any
+
+import numpy as np
+import numpy.typing as npt
+
+from vtensor.allocator.driver import Driver
+from vtensor.allocator.words import CODE, SHORTFALL
+
+if TYPE_CHECKING:
+    from vtensor.allocator.page_pool import PagePool
+    from vtensor.allocator.plan import SpaceArrays
+
+__all__ = ["Job", "Mapper", "get_mapper"]
+
+Int64 = npt.NDArray[np.int64]
+
+
+class Job:
+    """Work handed to a mapper.
+
+    Attributes
+    ----------
+    ranges : ndarray of int64, shape [n, 4]
+        What it works on, as rows of `plan.commit`.
+    """
+
+    def __init__(self, mapper: Mapper, pool: PagePool, space: SpaceArrays, ranges: Int64) -> None:
+        native = mapper.native
+        self._mapper = mapper
+        self._keeps_alive = pool, space
+        self.ranges = np.ascontiguousarray(ranges)
+        self.words = np.zeros(native.JOB_WORDS, np.int64)
+        self.words[native.RANGES], self.words[native.NUM_RANGES] = self.ranges.ctypes.data, len(self.ranges)
+        blocks: tuple[tuple[int, tuple[Any, ...]], ...] = ((native.POOL, pool.arrays), (native.SPACE, space[:-1]))
+        for start, arrays in blocks:
+            for index, array in enumerate(arrays):
+                self.words[start + 2 * index : start + 2 * index + 2] = array.ctypes.data, len(array)
+        self.words[native.SPACE + 2 * (len(space) - 1)] = space.base
+
+    @property
+    def is_done(self) -> bool:
+        """Whether it has ended, by whatever way."""
+        return bool(self._mapper.native.is_done(self._mapper.queue, self.words))
+
+    @property
+    def num_done(self) -> int:
+        """Of its ranges, those that are done; all of them only if nothing failed."""
+        return int(self.words[self._mapper.native.NUM_DONE])
+
+    @property
+    def num_page_groups(self) -> int:
+        """Page groups that it mapped or unmapped."""
+        return int(self.words[self._mapper.native.NUM_PAGE_GROUPS])
+
+    @property
+    def has_failed(self) -> bool:
+        """Whether memory was short, or a call failed."""
+        native = self._mapper.native
+        return bool(self.words[native.OUTCOME + SHORTFALL] or self.words[native.OUTCOME + CODE])
+
+    def cancel(self) -> None:
+        """Have it end with the range that is under way. Does not wait."""
+        self._mapper.native.cancel(self._mapper.queue, self.words)
+
+    def wait(self) -> None:
+        """Wait until it has ended."""
+        self._mapper.native.wait(self._mapper.queue, self.words)
+
+
+class Mapper:
+    """The thread and its ring of jobs. One a device: use `get_mapper`.
+
+    It lives as long as the process, works in the device's context, and no graph capture minds what it does.
+    """
+
+    def __init__(self, driver: Driver) -> None:
+        from vtensor.allocator import mapper_native
+
+        self.native: Any = mapper_native
+        self.queue = np.zeros(mapper_native.QUEUE_WORDS, np.int64)
+        self.stream = driver.new_stream()
+        self._jobs: list[Job] = []  # not yet known to have ended: the thread has their addresses only
+        self._lock = threading.RLock()
+        self._driver = driver
+        self._thread = threading.Thread(target=self._run, name=f"vtensor mapper {driver.device}", daemon=True)
+        self._thread.start()
+        # The code that it runs must not be unloaded under it.
+        atexit.register(self._stop, os.getpid())
+        job = np.zeros(mapper_native.JOB_WORDS, np.int64)  # nothing, but it loads all that is compiled
+        mapper_native.submit(self.queue, job)
+        mapper_native.cancel(self.queue, job)
+        mapper_native.wait(self.queue, job)
+        mapper_native.is_done(self.queue, job)
+
+    def _run(self) -> None:
+        with self._driver.background_thread():
+            self.native.serve(self.queue)
+
+    def _stop(self, process_id: int) -> None:
+        if os.getpid() == process_id:
+            self.native.stop(self.queue)
+            self._thread.join()
+
+    def map_ahead(self, pool: PagePool, space: SpaceArrays, ranges: Int64) -> Job:
+        """Map the empty places of some ranges, each range by itself, and zero them in the order of `stream`."""
+        job = Job(self, pool, space, ranges)
+        job.words[self.native.KIND], job.words[self.native.STREAM] = self.native.MAP_AHEAD, self.stream
+        return self._submit(job)
+
+    def unmap(self, pool: PagePool, space: SpaceArrays, ranges: Int64, *, forget_content: bool) -> Job:
+        """Take away the handles in some ranges, each range by itself, with which the device has finished."""
+        job = Job(self, pool, space, ranges)
+        job.words[self.native.KIND], job.words[self.native.FORGET] = self.native.UNMAP, forget_content
+        return self._submit(job)
+
+    def _submit(self, job: Job) -> Job:
+        with self._lock:
+            self._jobs = [known for known in self._jobs if not known.is_done]
+            self._jobs.append(job)
+        self.native.submit(self.queue, job.words)
+        return job
+
+
+_mappers: dict[str, Mapper] = {}
+_lock = threading.Lock()
+
+
+def get_mapper(driver: Driver) -> Mapper:
+    """The mapper of a device, started at its first use."""
+    mapper = _mappers.get(driver.device)
+    if mapper is None:
+        with _lock:
+            mapper = _mappers.get(driver.device) or _mappers.setdefault(driver.device, Mapper(driver))
+    return mapper
+
+
+def _forget() -> None:
+    """In a forked child: the threads stayed with the parent."""
+    global _mappers, _lock, _inherited
+    _inherited, _mappers, _lock = _mappers, {}, threading.Lock()
+
+
+_inherited: dict[str, Mapper] = {}
+os.register_at_fork(after_in_child=_forget)

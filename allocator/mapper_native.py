@@ -1,0 +1,174 @@
+"""The compiled half of the mapper: jobs in a ring under a native mutex, and the loop that serves them. No GIL.
+
+::
+
+    submit                        serve (the mapper's thread)              wait (any thread)
+      lock                          lock                                     lock
+      ring[tail] = job              wait for `submitted` while empty         wait for `served` while job is not done
+      unlock                        job = ring[head]; unlock                 unlock
+      signal `submitted`            range after range: driver calls
+                                    lock; job is done; broadcast `served`
+                                    unlock
+
+Each range of a job is a plan of its own (all or nothing, in a turn of its own), so that others get their turn in
+between; it ends early after a range that failed, or once it is cancelled.
+"""
+
+from __future__ import annotations
+
+import numpy as np
+import numpy.typing as npt
+from numba import types
+
+from vtensor.allocator.handles import PoolArrays
+from vtensor.allocator.native import compiled, int8_at, int32_at, int64_at, lock, unlock
+from vtensor.allocator.plan import SpaceArrays, commit, decommit
+from vtensor.allocator.words import CODE, NUM_CHANGED, OUTCOME_WORDS, RANGE_WORDS, SHORTFALL
+
+__all__ = [
+    "FORGET",
+    "JOB_WORDS",
+    "KIND",
+    "MAP_AHEAD",
+    "NUM_DONE",
+    "NUM_PAGE_GROUPS",
+    "NUM_RANGES",
+    "OUTCOME",
+    "POOL",
+    "QUEUE_WORDS",
+    "RANGES",
+    "SPACE",
+    "STREAM",
+    "UNMAP",
+    "cancel",
+    "is_done",
+    "serve",
+    "stop",
+    "submit",
+    "wait",
+]
+
+Int64 = npt.NDArray[np.int64]
+
+# A zeroed pthread_cond_t (48 bytes on Linux) is a condition that nobody waits for.
+_wait_for = types.ExternalFunction("pthread_cond_wait", types.int32(types.int64, types.int64))
+_signal = types.ExternalFunction("pthread_cond_signal", types.int32(types.int64))
+_broadcast = types.ExternalFunction("pthread_cond_broadcast", types.int32(types.int64))
+
+# Words of the queue: its mutex (8), two conditions, counters, and a ring of addresses of jobs.
+_SUBMITTED, _SERVED, _HEAD, _TAIL, _STOPPED, _RING = 8, 16, 24, 25, 26, 32
+_RING_LENGTH = 1024
+QUEUE_WORDS = _RING + _RING_LENGTH
+# Words of a job. Arrays are given as an address and a length, a pool and a space as those of all their arrays.
+_IS_DONE, _IS_CANCELLED, KIND, RANGES, NUM_RANGES, STREAM, FORGET = 0, 1, 2, 3, 4, 5, 6
+NUM_DONE, NUM_PAGE_GROUPS, OUTCOME, POOL, SPACE, JOB_WORDS = 8, 9, 16, 24, 48, 64
+MAP_AHEAD, UNMAP = 0, 1  # kinds of jobs
+
+
+@compiled
+def submit(queue: Int64, job: Int64) -> None:
+    """Hand a job over. Waits while the ring is full."""
+    address = queue.ctypes.data
+    lock(address)
+    while queue[_TAIL] - queue[_HEAD] == _RING_LENGTH:
+        _wait_for(address + _SERVED * 8, address)
+    queue[_RING + queue[_TAIL] % _RING_LENGTH] = job.ctypes.data
+    queue[_TAIL] += 1
+    unlock(address)
+    _signal(address + _SUBMITTED * 8)  # not before: the woken thread would find the mutex taken
+
+
+@compiled
+def is_done(queue: Int64, job: Int64) -> bool:
+    """Whether a job has been carried out."""
+    lock(queue.ctypes.data)
+    done = job[_IS_DONE] != 0
+    unlock(queue.ctypes.data)
+    return done  # type: ignore[no-any-return]
+
+
+@compiled
+def cancel(queue: Int64, job: Int64) -> None:
+    """Have a job end after the range that is under way. Does not wait for that."""
+    lock(queue.ctypes.data)
+    job[_IS_CANCELLED] = 1
+    unlock(queue.ctypes.data)
+
+
+@compiled
+def wait(queue: Int64, job: Int64) -> None:
+    """Wait until a job has ended."""
+    address = queue.ctypes.data
+    lock(address)
+    while job[_IS_DONE] == 0:
+        _wait_for(address + _SERVED * 8, address)
+    unlock(address)
+
+
+@compiled
+def stop(queue: Int64) -> None:
+    """Have `serve` return once the ring is empty."""
+    address = queue.ctypes.data
+    lock(address)
+    queue[_STOPPED] = 1
+    _signal(address + _SUBMITTED * 8)
+    unlock(address)
+
+
+@compiled
+def serve(queue: Int64) -> None:
+    """Carry out jobs in their order until told to stop."""
+    address = queue.ctypes.data
+    while True:
+        lock(address)
+        while queue[_HEAD] == queue[_TAIL] and queue[_STOPPED] == 0:
+            _wait_for(address + _SUBMITTED * 8, address)
+        if queue[_HEAD] == queue[_TAIL]:
+            unlock(address)
+            return
+        job = int64_at(queue[_RING + queue[_HEAD] % _RING_LENGTH], JOB_WORDS)
+        unlock(address)
+        _carry_out(address, job)
+        lock(address)
+        queue[_HEAD] += 1
+        job[_IS_DONE] = 1
+        _broadcast(address + _SERVED * 8)
+        unlock(address)
+
+
+@compiled
+def _carry_out(queue_address: int, job: Int64) -> None:
+    pool = PoolArrays(
+        int64_at(job[POOL], job[POOL + 1]),
+        int64_at(job[POOL + 2], job[POOL + 3]),
+        int64_at(job[POOL + 4], job[POOL + 5]),
+        int32_at(job[POOL + 6], job[POOL + 7]),
+        int64_at(job[POOL + 8], job[POOL + 9]),
+        int32_at(job[POOL + 10], job[POOL + 11]),
+        int32_at(job[POOL + 12], job[POOL + 13]),
+        int64_at(job[POOL + 14], job[POOL + 15]),
+        int64_at(job[POOL + 16], job[POOL + 17]),
+    )
+    space = SpaceArrays(
+        int64_at(job[SPACE], job[SPACE + 1]),
+        int32_at(job[SPACE + 2], job[SPACE + 3]),
+        int8_at(job[SPACE + 4], job[SPACE + 5]),
+        job[SPACE + 6],
+    )
+    ranges = int64_at(job[RANGES], job[NUM_RANGES] * RANGE_WORDS).reshape((job[NUM_RANGES], RANGE_WORDS))
+    outcome = job[OUTCOME : OUTCOME + OUTCOME_WORDS]
+    while job[NUM_DONE] < job[NUM_RANGES]:
+        lock(queue_address)
+        is_cancelled = job[_IS_CANCELLED] != 0
+        unlock(queue_address)
+        if is_cancelled:
+            break
+        part = ranges[job[NUM_DONE] : job[NUM_DONE] + 1]
+        if job[KIND] == MAP_AHEAD:
+            commit(pool, space, part, True, job[STREAM], outcome)
+        else:
+            decommit(pool, space, part, job[FORGET] != 0, outcome)
+        if outcome[CODE] != 0 or outcome[SHORTFALL] != 0:
+            break
+        job[NUM_PAGE_GROUPS] += outcome[NUM_CHANGED]
+        job[NUM_DONE] += 1

@@ -1,0 +1,29 @@
+"""Words of the int64 blocks through which Python and compiled code talk to each other. Imports nothing."""
+
+from __future__ import annotations
+
+# What became of a plan: page groups that were changed, that are missing, the call that failed and its code, page groups
+# that are not where they were because undoing failed too, and places of a commit that had been mapped ahead.
+NUM_CHANGED, SHORTFALL, FAILED_CALL, CODE, NUM_STUCK, NUM_READY, OUTCOME_WORDS = 0, 1, 2, 3, 4, 5, 8
+PARTIAL = -1  # a code: a range cuts through a handle
+
+# A row of ranges: first place, number of places, and for commits the mark of the data that goes there and the largest
+# size class to use.
+FIRST, COUNT, CONTENT, LARGEST, RANGE_WORDS = 0, 1, 2, 3, 4
+LARGEST_SIZE_CLASS = 15
+
+# A space's header: places that are mapped, the ones among which all of them lie, and those that are mapped ahead.
+NUM_MAPPED, FIRST_MAPPED, END_MAPPED, NUM_AHEAD, SPACE_HEADER_WORDS = 0, 1, 2, 3, 8
+
+# A pool's header. Its first sixteen words are two mutexes, `handles.take_turn`. Counts are in page groups.
+DOOR, TURN, CAPACITY, NUM_TOTAL, NUM_FREE = 0, 8, 16, 17, 18
+NUM_CALLS, HEADER_WORDS = 24, 40  # from NUM_CALLS on a counter for each `Call`
+# Of each size class: handles that are free, numbers without a handle, the first number that was never given out.
+NUM_FREE_HANDLES, NUM_VACANT_HANDLES, NEXT_GROUP, CLASS_WORDS = 0, 1, 2, 4
+# A pool's constants: what CREATE and SET_ACCESS take, devices with access, whether fresh memory is zero, page groups
+# that each size class has numbers for.
+PROPERTIES, READ_WRITE, READ_ONLY, NUM_ACCESS, PAGE_GROUP_BYTES, FRESH_IS_ZERO, CLASS_RANGE = 0, 1, 2, 3, 4, 5, 6
+NUM_CONSTANTS = 8
+
+# What a handle holds: zeros, something unknown, or (positive) data of the user who gave that mark.
+ZEROS, UNKNOWN_CONTENT = 0, -1

@@ -1,0 +1,88 @@
+"""LookAhead: what a cache has mapped before anybody asks for it, by the device's mapper."""
+
+from __future__ import annotations
+
+from collections import deque
+
+import numpy as np
+import numpy.typing as npt
+
+from vtensor.allocator.mapper import Job
+from vtensor.kvcache.slots import SlotState, SlotTable
+from vtensor.region import Region
+
+__all__ = ["LookAhead"]
+
+Int64 = npt.NDArray[np.int64]
+
+
+class LookAhead:
+    """Places mapped ahead for running requests, and one spare slot for the next one. Holds the manager's lock.
+
+    Never more than a wish: without memory, or after an error, it is dropped, and counted.
+
+    Parameters
+    ----------
+    region : Region
+        The cache's addresses.
+    slots : SlotTable
+        Says what may be needed; what was asked for is noted there.
+    eager_slot : bool
+        Whether to keep a spare slot.
+    high_watermark : float
+        The part of the memory that a spare slot must leave.
+    """
+
+    def __init__(self, region: Region, slots: SlotTable, *, eager_slot: bool, high_watermark: float) -> None:
+        self._region = region
+        self._slots = slots
+        self._eager_slot = eager_slot
+        self._high_watermark = high_watermark
+        self._jobs: deque[Job] = deque()
+        self._spare_is_due = False
+        self._num_mapped = 0
+        self.num_dropped = 0
+
+    def ask(self, seq_lens: Int64) -> None:
+        """Have mapped what the slots of a step may need in the next one."""
+        self._submit(self._slots.plan.ahead_ranges(self._slots.arrays, seq_lens))
+
+    def admitted(self) -> None:
+        """Note that a request took a slot: there may be no spare one any more."""
+        self._spare_is_due = self._eager_slot
+
+    def keep_spare(self) -> None:
+        """If it is due: see to it that some slot is ready for a prompt as the last ones were."""
+        if not self._spare_is_due:
+            return
+        slots = self._slots
+        tokens = slots.median_prompt()
+        free = slots.in_state(SlotState.FREE)
+        if tokens == 0 or not len(free):
+            return
+        self._spare_is_due = False
+        if slots.covers(slots.in_state(SlotState.DEFERRED), tokens).any():
+            return
+        available, total = self._region.space.pool.headroom()
+        slot = int(free[0])
+        wanted = int(slots.plan.spare_ranges(slots.arrays, slot, tokens, False)[:, 1].sum())
+        if available - wanted >= self._high_watermark * total:
+            self._submit(slots.spare(slot, tokens))
+
+    @property
+    def num_mapped(self) -> int:
+        """Page groups that were mapped ahead so far, needed or not."""
+        self.collect()
+        return self._num_mapped
+
+    def collect(self) -> None:
+        """Take note of what has been done."""
+        while self._jobs and self._jobs[0].is_done:
+            job = self._jobs.popleft()
+            self._num_mapped += job.num_page_groups
+            self.num_dropped += len(job.ranges) - job.num_done
+
+    def _submit(self, ranges: Int64) -> None:
+        if len(ranges):
+            self.collect()
+            self._jobs.append(self._region.space.commit_ahead(ranges))
