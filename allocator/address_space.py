@@ -12,7 +12,7 @@ import numpy as np
 import numpy.typing as npt
 
 from vtensor.allocator.driver import Call
-from vtensor.allocator.mapper import Job, get_mapper
+from vtensor.allocator.mapper import Job, JobWords, get_mapper
 from vtensor.allocator.page_pool import PagePool
 from vtensor.allocator.reservation import Reservation
 from vtensor.allocator.words import (
@@ -26,6 +26,7 @@ from vtensor.allocator.words import (
     NUM_MAPPED,
     NUM_READY,
     NUM_STUCK,
+    NUM_ZEROED,
     OUTCOME_WORDS,
     PARTIAL,
     RANGE_WORDS,
@@ -100,6 +101,7 @@ class AddressSpace(Unpicklable):
             # LLVM could not load what closing needs, and would abort.
             nothing, outcome = _as_rows(np.zeros((0, 2), np.int64)), np.zeros(OUTCOME_WORDS, np.int64)
             with interrupts_held():
+                plan.are_within(self.num_places, nothing)
                 plan.commit(pool.arrays, self.arrays, nothing, False, 0, outcome)
                 plan.withdraw(pool.arrays, self.arrays, nothing)
                 plan.decommit(pool.arrays, self.arrays, nothing, False, outcome)
@@ -114,6 +116,7 @@ class AddressSpace(Unpicklable):
             raise
         pool.count_call(Call.RESERVE)
         # A space that nobody closes gives everything back when it dies; at exit the process does that.
+        self._job_words = JobWords(pool, self.arrays)
         self._jobs: list[Job] = []  # that the mapper may still be at
         self._finalizer = weakref.finalize(self, _give_up, pool, self.arrays, self.reservation, self._jobs, os.getpid())
         self._finalizer.atexit = False
@@ -183,7 +186,7 @@ class AddressSpace(Unpicklable):
         *,
         content: int = 0,
         stream: int = 0,
-        on_mapped: Callable[[int], None] | None = None,
+        on_mapped: Callable[[int, bool], None] | None = None,
     ) -> int:
         """Put a page group below every empty place of the ranges: all of them, or none.
 
@@ -198,7 +201,7 @@ class AddressSpace(Unpicklable):
             Raw handle of the stream in whose order they are zeroed.
         on_mapped : callable, optional
             Called if anything was mapped, before any other thread sees it, with the number of places that had been
-            mapped ahead: those were zeroed in the order of the mapper's stream.
+            mapped ahead (those were zeroed in the order of the mapper's stream), and whether any were zeroed now.
 
         Returns
         -------
@@ -225,7 +228,7 @@ class AddressSpace(Unpicklable):
             try:
                 _check_outcome(self.pool, outcome)
                 if on_mapped is not None and len(runs):
-                    on_mapped(int(outcome[NUM_READY]))
+                    on_mapped(int(outcome[NUM_READY]), bool(outcome[NUM_ZEROED]))
             except BaseException:  # what may hold somebody else's data must not stay
                 if len(runs):
                     driver.finish(stream)
@@ -247,7 +250,7 @@ class AddressSpace(Unpicklable):
         with self._lock:
             self.check_open()
             self._check_ranges(ranges)
-            return self._note(get_mapper(self.pool.driver).map_ahead(self.pool, self.arrays, ranges))
+            return self._note(get_mapper(self.pool.driver).map_ahead(self._job_words, ranges))
 
     def withdraw(self, ranges: Ranges) -> None:
         """Take places in ranges out of service, as if they were mapped ahead only."""
@@ -261,8 +264,8 @@ class AddressSpace(Unpicklable):
         with self._lock:
             self.check_open()
             self._check_ranges(ranges)
-            mapper = get_mapper(self.pool.driver)
-            return self._note(mapper.unmap(self.pool, self.arrays, _as_rows(ranges), forget_content=forget_content))
+            rows = _as_rows(ranges)
+            return self._note(get_mapper(self.pool.driver).unmap(self._job_words, rows, forget_content=forget_content))
 
     def _note(self, job: Job) -> Job:
         self._jobs[:] = [known for known in self._jobs if not known.is_done]
@@ -360,7 +363,7 @@ class AddressSpace(Unpicklable):
         self.pool.check_integrity()
 
     def _check_ranges(self, ranges: Ranges) -> None:
-        if len(ranges) and (ranges.min() < 0 or bool((ranges[:, 0] > self.num_places - ranges[:, 1]).any())):
+        if not self._plan.are_within(self.num_places, ranges):
             raise ValueError(f"a range lies outside the {self.num_places:,} places of {self!r}")
 
 

@@ -23,9 +23,24 @@ if TYPE_CHECKING:
     from vtensor.allocator.page_pool import PagePool
     from vtensor.allocator.plan import SpaceArrays
 
-__all__ = ["Job", "Mapper", "get_mapper"]
+__all__ = ["Job", "JobWords", "Mapper", "get_mapper"]
 
 Int64 = npt.NDArray[np.int64]
+
+
+class JobWords:
+    """What all jobs over one address space tell the mapper of it: where its arrays and those of its pool lie."""
+
+    def __init__(self, pool: PagePool, space: SpaceArrays) -> None:
+        from vtensor.allocator import mapper_native as native
+
+        self.keeps_alive = pool, space
+        self.words = np.zeros(native.JOB_WORDS, np.int64)
+        blocks: tuple[tuple[int, tuple[Any, ...]], ...] = ((native.POOL, pool.arrays), (native.SPACE, space[:-1]))
+        for start, arrays in blocks:
+            for index, array in enumerate(arrays):
+                self.words[start + 2 * index : start + 2 * index + 2] = array.ctypes.data, len(array)
+        self.words[native.SPACE + 2 * (len(space) - 1)] = space.base
 
 
 class Job:
@@ -37,23 +52,22 @@ class Job:
         What it works on, as rows of `plan.commit`.
     """
 
-    def __init__(self, mapper: Mapper, pool: PagePool, space: SpaceArrays, ranges: Int64) -> None:
+    def __init__(self, mapper: Mapper, kind: int, template: JobWords, ranges: Int64) -> None:
         native = mapper.native
         self._mapper = mapper
-        self._keeps_alive = pool, space
+        self._template = template
+        self._is_done = False
         self.ranges = np.ascontiguousarray(ranges)
-        self.words = np.zeros(native.JOB_WORDS, np.int64)
+        self.words = template.words.copy()
+        self.words[native.KIND] = kind
         self.words[native.RANGES], self.words[native.NUM_RANGES] = self.ranges.ctypes.data, len(self.ranges)
-        blocks: tuple[tuple[int, tuple[Any, ...]], ...] = ((native.POOL, pool.arrays), (native.SPACE, space[:-1]))
-        for start, arrays in blocks:
-            for index, array in enumerate(arrays):
-                self.words[start + 2 * index : start + 2 * index + 2] = array.ctypes.data, len(array)
-        self.words[native.SPACE + 2 * (len(space) - 1)] = space.base
 
     @property
     def is_done(self) -> bool:
         """Whether it has ended, by whatever way."""
-        return bool(self._mapper.native.is_done(self._mapper.queue, self.words))
+        if not self._is_done and self.words[0]:  # looked at again under the mutex, so that the rest can be read, too
+            self._is_done = bool(self._mapper.native.is_done(self._mapper.queue, self.words))
+        return self._is_done
 
     @property
     def num_done(self) -> int:
@@ -114,16 +128,16 @@ class Mapper:
             self.native.stop(self.queue)
             self._thread.join()
 
-    def map_ahead(self, pool: PagePool, space: SpaceArrays, ranges: Int64) -> Job:
+    def map_ahead(self, template: JobWords, ranges: Int64) -> Job:
         """Map the empty places of some ranges, each range by itself, and zero them in the order of `stream`."""
-        job = Job(self, pool, space, ranges)
-        job.words[self.native.KIND], job.words[self.native.STREAM] = self.native.MAP_AHEAD, self.stream
+        job = Job(self, self.native.MAP_AHEAD, template, ranges)
+        job.words[self.native.STREAM] = self.stream
         return self._submit(job)
 
-    def unmap(self, pool: PagePool, space: SpaceArrays, ranges: Int64, *, forget_content: bool) -> Job:
+    def unmap(self, template: JobWords, ranges: Int64, *, forget_content: bool) -> Job:
         """Take away the handles in some ranges, each range by itself, with which the device has finished."""
-        job = Job(self, pool, space, ranges)
-        job.words[self.native.KIND], job.words[self.native.FORGET] = self.native.UNMAP, forget_content
+        job = Job(self, self.native.UNMAP, template, ranges)
+        job.words[self.native.FORGET] = forget_content
         return self._submit(job)
 
     def _submit(self, job: Job) -> Job:

@@ -48,6 +48,7 @@ from vtensor.allocator.words import (
     NUM_MAPPED,
     NUM_READY,
     NUM_STUCK,
+    NUM_ZEROED,
     PAGE_GROUP_BYTES,
     PARTIAL,
     READ_ONLY,
@@ -57,7 +58,7 @@ from vtensor.allocator.words import (
     ZEROS,
 )
 
-__all__ = ["SpaceArrays", "alias", "commit", "count_missing", "decommit", "withdraw"]
+__all__ = ["SpaceArrays", "alias", "are_within", "commit", "count_missing", "decommit", "withdraw"]
 
 Int64 = npt.NDArray[np.int64]
 Int32 = npt.NDArray[np.int32]
@@ -394,6 +395,7 @@ def _zero_dirty(pool: PoolArrays, space: SpaceArrays, ranges: Int64, stream: int
                 pool.content[head] = mark
             if last > first and not (is_dirty and start == last):
                 pool.header[NUM_CALLS + _ZERO] += 1
+                outcome[NUM_ZEROED] += 1
                 code = call(pool.entry_points[_ZERO], (space.base + first * size, 0, (last - first) * size, stream))
                 if code != SUCCESS:
                     for bad in range(first, last):
@@ -514,6 +516,16 @@ def _alias(
         give_back(pool, heads[num_stuck:])
         for head in heads[:num_stuck]:
             outcome[NUM_STUCK] += 1 << size_class_of(pool, head)
+
+
+@compiled
+def are_within(num_places: int, ranges: Int64) -> bool:
+    """Whether all ranges lie within so many places."""
+    for row in range(len(ranges)):
+        first, count = ranges[row, FIRST], ranges[row, COUNT]
+        if first < 0 or count < 0 or first > num_places - count:
+            return False
+    return True
 
 
 @compiled

@@ -83,11 +83,13 @@ class Region(Unpicklable):
         stream = self.streams.current()
         was_ready = [0]
 
-        def on_mapped(num_ready: int) -> None:
+        def on_mapped(num_ready: int, has_zeroed: bool) -> None:
             was_ready[0] = num_ready
-            if num_ready:
+            if num_ready and not self._has_mapper_zeroed():
                 self.wait_for_mapper()
-            self._note_zeroing(stream)
+                has_zeroed = True
+            if has_zeroed:
+                self._note_zeroing(stream)
 
         number = self.space.commit(ranges, content=self.content, stream=stream, on_mapped=on_mapped)
         return number, was_ready[0]
@@ -157,8 +159,9 @@ class Region(Unpicklable):
 
     def mapper_is_idle(self) -> bool:
         """Whether the mapper is at nothing of this region, and has zeroed what it was given."""
-        if not self.space.is_settled:
-            return False
+        return self.space.is_settled and self._has_mapper_zeroed()
+
+    def _has_mapper_zeroed(self) -> bool:
         if self.device.type == "cpu":
             return True
         with relaxed_capture():

@@ -17,6 +17,8 @@ def is_capturing(device: torch.device) -> bool:
     """Whether the current stream of a device is being captured into a CUDA graph."""
     if device.type == "cpu":
         return False
+    if torch._C._cuda_getDevice() == device.index:  # the usual case, without a change of the device
+        return torch.cuda.is_current_stream_capturing()
     with torch.cuda.device(device):
         return torch.cuda.is_current_stream_capturing()
 

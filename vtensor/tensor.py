@@ -138,7 +138,7 @@ class VirtualTensor(torch.Tensor):
     def _unmapped(self, operation: Any, ranges: npt.NDArray[np.int64], missing: int) -> UnmappedAccessError:
         region = cast(Region, self._region)
         table = region.space.arrays.table
-        first = next(place for start, count in ranges for place in range(start, start + count) if table[place] == 0)
+        first = next(place for start, count in ranges for place in range(start, start + count) if table[place] <= 0)
         size = region.space.page_group_bytes
         address = region.space.base + first * size
         return UnmappedAccessError(
@@ -209,7 +209,7 @@ class VirtualTensor(torch.Tensor):
         if self._region is None:
             return np.empty(0, bool)
         table = self._region.space.arrays.table
-        parts = [table[first : first + count] != 0 for first, count in self._footprint()]
+        parts = [table[first : first + count] > 0 for first, count in self._footprint()]
         return np.concatenate(parts) if parts else np.empty(0, bool)
 
     def record_stream(self, stream: Any) -> None:

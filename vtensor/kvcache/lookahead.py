@@ -47,8 +47,8 @@ class LookAhead:
         """Have mapped what the slots of a step may need in the next one."""
         self._submit(self._slots.plan.ahead_ranges(self._slots.arrays, seq_lens))
 
-    def admitted(self) -> None:
-        """Note that a request took a slot: there may be no spare one any more."""
+    def look_for_spare(self) -> None:
+        """Note that a request took a slot, or left one: there may be no spare one any more, or room for one."""
         self._spare_is_due = self._eager_slot
 
     def keep_spare(self) -> None:
@@ -57,10 +57,12 @@ class LookAhead:
             return
         slots = self._slots
         tokens = slots.median_prompt()
-        free = slots.in_state(SlotState.FREE)
-        if tokens == 0 or not len(free):
+        if tokens == 0:
             return
         self._spare_is_due = False
+        free = slots.in_state(SlotState.FREE)
+        if not len(free):
+            return
         if slots.covers(slots.in_state(SlotState.DEFERRED), tokens).any():
             return
         available, total = self._region.space.pool.headroom()

@@ -197,7 +197,7 @@ class KVCacheManager(Unpicklable):
                     "or make the cache with a larger max_batch_size (it costs addresses only)"
                 )
             self._memory.hand_over(slot)
-            self._lookahead.admitted()
+            self._lookahead.look_for_spare()
             return slot
 
     def step(self, seq_lens: SeqLens) -> StepResult:
@@ -233,31 +233,30 @@ class KVCacheManager(Unpicklable):
             if answer[plan.PROBLEM]:
                 slot = int(answer[plan.SLOT])
                 raise self._bad_length(int(answer[plan.PROBLEM]), slot, int(lengths[slot]))
-            result = _NOTHING_NEEDED
-            if len(ranges):
-                start = time.perf_counter()
-                with interrupts_held():
-                    num_mapped, num_ready, shortfall = self._memory.commit(ranges, lengths)
-                    if not shortfall:
-                        plan.apply_step(slots, lengths, answer)
-                waited_us = (time.perf_counter() - start) * 1e6
-                result = StepResult(shortfall, waited_us, num_mapped, num_ready)
-                if shortfall:
-                    return result
-            if answer[plan.HAS_PASSED]:
-                with interrupts_held():
-                    self._memory.pass_windows()
-            if answer[plan.WANTS_AHEAD] or len(ranges):
-                with interrupts_held():
-                    self._map_ahead(lengths, result.num_mapped)
-            return result
+            if not (len(ranges) or answer[plan.WANTS_AHEAD] or answer[plan.HAS_PASSED]):
+                return _NOTHING_NEEDED
+            with interrupts_held():
+                return self._grow(ranges, lengths)
 
-    def _map_ahead(self, lengths: npt.NDArray[np.int64], num_mapped: int) -> None:
-        """Leave to the mapper what later steps may need, and what must go to make room."""
-        if self._answer[self._slots.plan.WANTS_AHEAD]:
+    def _grow(self, ranges: npt.NDArray[np.int64], lengths: npt.NDArray[np.int64]) -> StepResult:
+        """Bring into service what the lengths need, then leave to the mapper what later steps may need."""
+        plan, slots, answer = self._slots.plan, self._slots.arrays, self._answer
+        result = _NOTHING_NEEDED
+        if len(ranges):
+            start = time.perf_counter()
+            num_mapped, num_ready, shortfall = self._memory.commit(ranges, lengths)
+            if not shortfall:
+                plan.apply_step(slots, lengths, answer)
+            result = StepResult(shortfall, (time.perf_counter() - start) * 1e6, num_mapped, num_ready)
+            if shortfall:
+                return result
+        if answer[plan.HAS_PASSED]:
+            self._memory.pass_windows()
+        if answer[plan.WANTS_AHEAD]:
             self._lookahead.ask(lengths)
         self._lookahead.keep_spare()
-        self._memory.keep_watermark(num_mapped)
+        self._memory.keep_watermark(result.num_mapped)
+        return result
 
     def free_reqid(self, reqid: int) -> None:
         """End a request. Its slot can be taken at once; its memory waits until the device has finished with it.
@@ -272,6 +271,7 @@ class KVCacheManager(Unpicklable):
             self._check_active(reqid)
             self._memory.defer(int(reqid))
             self._memory.sweep()
+            self._lookahead.look_for_spare()
 
     def record_stream(self, stream: torch.cuda.Stream) -> None:
         """Declare that a stream, which must outlive the cache, uses it.
