@@ -26,7 +26,7 @@ from vtensor.allocator.driver.base import OUT_OF_MEMORY, SUCCESS, Call
 from vtensor.allocator.native import call, compiled, lock, unlock
 from vtensor.allocator.words import (
     CAPACITY,
-    CLASS_RANGE,
+    CLASS_SHIFT,
     CLASS_WORDS,
     CODE,
     DOOR,
@@ -104,7 +104,7 @@ def end_turn(pool: PoolArrays) -> None:
 @compiled
 def size_class_of(pool: PoolArrays, group: int) -> int:
     """The size class of the handle that a page group belongs to."""
-    return group // pool.constants[CLASS_RANGE]  # type: ignore[no-any-return]
+    return group >> pool.constants[CLASS_SHIFT]  # type: ignore[no-any-return]
 
 
 @compiled
@@ -132,7 +132,7 @@ def _push_free(pool: PoolArrays, head: int) -> None:
     size_class = size_class_of(pool, head)
     words = pool.classes[size_class * CLASS_WORDS : (size_class + 1) * CLASS_WORDS]
     pool.num_mappings[head] = 0
-    pool.free[size_class * pool.constants[CLASS_RANGE] + words[NUM_FREE_HANDLES]] = head
+    pool.free[(size_class << pool.constants[CLASS_SHIFT]) + words[NUM_FREE_HANDLES]] = head
     words[NUM_FREE_HANDLES] += 1
     pool.header[NUM_FREE] += 1 << size_class
 
@@ -142,7 +142,7 @@ def _pop_free(pool: PoolArrays, size_class: int) -> int:
     words = pool.classes[size_class * CLASS_WORDS : (size_class + 1) * CLASS_WORDS]
     words[NUM_FREE_HANDLES] -= 1
     pool.header[NUM_FREE] -= 1 << size_class
-    return pool.free[size_class * pool.constants[CLASS_RANGE] + words[NUM_FREE_HANDLES]]  # type: ignore[no-any-return]
+    return pool.free[(size_class << pool.constants[CLASS_SHIFT]) + words[NUM_FREE_HANDLES]]  # type: ignore[no-any-return]
 
 
 @compiled
@@ -151,7 +151,7 @@ def _forget(pool: PoolArrays, head: int) -> None:
     size_class = size_class_of(pool, head)
     words = pool.classes[size_class * CLASS_WORDS : (size_class + 1) * CLASS_WORDS]
     pool.num_mappings[head] = 0
-    pool.vacant[size_class * pool.constants[CLASS_RANGE] + words[NUM_VACANT_HANDLES]] = head
+    pool.vacant[(size_class << pool.constants[CLASS_SHIFT]) + words[NUM_VACANT_HANDLES]] = head
     words[NUM_VACANT_HANDLES] += 1
     pool.header[NUM_TOTAL] -= 1 << size_class
 
@@ -183,7 +183,7 @@ def release_free(pool: PoolArrays) -> int:
     take_turn(pool)
     first_error = SUCCESS
     for size_class in range(len(pool.classes) // CLASS_WORDS):
-        start = size_class * pool.constants[CLASS_RANGE]
+        start = size_class << pool.constants[CLASS_SHIFT]
         number = pool.classes[size_class * CLASS_WORDS + NUM_FREE_HANDLES]
         heads = pool.free[start : start + number].copy()
         pool.classes[size_class * CLASS_WORDS + NUM_FREE_HANDLES] = 0
@@ -249,7 +249,7 @@ def take(pool: PoolArrays, size_class: int, outcome: Int64) -> int:
             return OUT_OF_HANDLES
         if not _make_room(pool, size, outcome):
             return CALLED
-    start = size_class * pool.constants[CLASS_RANGE]
+    start = size_class << pool.constants[CLASS_SHIFT]
     if words[NUM_VACANT_HANDLES] > 0:
         words[NUM_VACANT_HANDLES] -= 1
         head = pool.vacant[start + words[NUM_VACANT_HANDLES]]

@@ -18,7 +18,7 @@ from vtensor.allocator.driver import Call, Driver, get_driver
 from vtensor.devices import device_name, resolve_device
 from vtensor.errors import ClosedError, VTensorError
 from vtensor.interrupts import interrupts_held
-from vtensor.units import format_bytes, round_up
+from vtensor.units import format_bytes
 from vtensor.unpicklable import Unpicklable
 
 if TYPE_CHECKING:
@@ -280,7 +280,7 @@ def _release_all(native: Any, arrays: PoolArrays, process_id: int) -> None:
 
 def _find_problems(arrays: PoolArrays, mapped: npt.NDArray[np.int32]) -> list[str]:
     """What does not agree in a pool's books; `mapped` are the page groups of all places of all spaces."""
-    header, class_range = arrays.header, int(arrays.constants[words.CLASS_RANGE])
+    header, class_range = arrays.header, 1 << int(arrays.constants[words.CLASS_SHIFT])
     num_free = num_total = 0
     problems = set()
 
@@ -355,10 +355,10 @@ def _new_arrays(pool: PagePool, limit: int) -> PoolArrays:
 
     driver = pool.driver
     num_classes = (pool.max_size_class_bytes // pool.page_group_bytes).bit_length()
-    while num_classes > 1 and num_classes * round_up(limit, 1 << (num_classes - 1)) >= 1 << 31:
+    class_shift = max((limit - 1).bit_length(), num_classes - 1)
+    while num_classes > 1 and num_classes << class_shift >= 1 << 31:
         num_classes -= 1  # page groups are numbered with 31 bits
-    class_range = round_up(limit, 1 << (num_classes - 1))
-    length = num_classes * class_range
+    length = num_classes << class_shift
     header = np.zeros(words.HEADER_WORDS, np.int64)
     header[words.CAPACITY] = limit
     constants = np.zeros(words.NUM_CONSTANTS, np.int64)
@@ -367,7 +367,7 @@ def _new_arrays(pool: PagePool, limit: int) -> PoolArrays:
     constants[words.NUM_ACCESS] = len(pool._access[0])
     constants[words.PAGE_GROUP_BYTES] = pool.page_group_bytes
     constants[words.FRESH_IS_ZERO] = driver.fresh_memory_is_zero
-    constants[words.CLASS_RANGE] = class_range
+    constants[words.CLASS_SHIFT] = class_shift
     return native.PoolArrays(
         header=header,
         classes=np.zeros(num_classes * words.CLASS_WORDS, np.int64),

@@ -21,9 +21,9 @@ DOOR, TURN, CAPACITY, NUM_TOTAL, NUM_FREE = 0, 8, 16, 17, 18
 NUM_CALLS, HEADER_WORDS = 24, 40  # from NUM_CALLS on a counter for each `Call`
 # Of each size class: handles that are free, numbers without a handle, the first number that was never given out.
 NUM_FREE_HANDLES, NUM_VACANT_HANDLES, NEXT_GROUP, CLASS_WORDS = 0, 1, 2, 4
-# A pool's constants: what CREATE and SET_ACCESS take, devices with access, whether fresh memory is zero, page groups
-# that each size class has numbers for.
-PROPERTIES, READ_WRITE, READ_ONLY, NUM_ACCESS, PAGE_GROUP_BYTES, FRESH_IS_ZERO, CLASS_RANGE = 0, 1, 2, 3, 4, 5, 6
+# A pool's constants: what CREATE and SET_ACCESS take, devices with access, whether fresh memory is zero, and how many
+# page groups each size class has numbers for: two to the power of CLASS_SHIFT, since divisions would be slow.
+PROPERTIES, READ_WRITE, READ_ONLY, NUM_ACCESS, PAGE_GROUP_BYTES, FRESH_IS_ZERO, CLASS_SHIFT = 0, 1, 2, 3, 4, 5, 6
 NUM_CONSTANTS = 8
 
 # What a handle holds: zeros, something unknown, or (positive) data of the user who gave that mark.

@@ -91,9 +91,17 @@ def _end(slots: SlotArrays, group: int, tokens: int) -> int:
 
 
 @compiled
-def _ahead_end(slots: SlotArrays, group: int, tokens: int) -> int:
-    """Places that it may need next."""
-    return _end(slots, group, min(tokens + slots.lookahead_tokens, slots.max_tokens))
+def _exceeds(slots: SlotArrays, group: int, tokens: int, places: int) -> bool:
+    """Whether a slot needs more than so many places for so many tokens: `_end`, without a division for each slot."""
+    return (  # type: ignore[no-any-return]
+        (tokens + slots.overread_tokens) * slots.groups[group, ROW_BYTES] > places * slots.page_group_bytes
+    )
+
+
+@compiled
+def _ahead(slots: SlotArrays, tokens: int) -> int:
+    """Tokens that a slot may hold after the next step."""
+    return min(tokens + slots.lookahead_tokens, slots.max_tokens)
 
 
 @compiled
@@ -133,7 +141,7 @@ def plan_step(slots: SlotArrays, seq_lens: Int64, answer: Int64) -> Int64:
             answer[PROBLEM], answer[SLOT] = problem, slot
             return np.empty((0, RANGE_WORDS), np.int64)
         for group in range(len(slots.groups)):
-            if _end(slots, group, tokens) > slots.high[group, slot]:
+            if _exceeds(slots, group, tokens, slots.high[group, slot]):
                 num_ranges += slots.groups[group, NUM_BUFFERS]
     ranges = np.empty((num_ranges, RANGE_WORDS), np.int64)
     if num_ranges == 0:
@@ -144,8 +152,9 @@ def plan_step(slots: SlotArrays, seq_lens: Int64, answer: Int64) -> Int64:
         for buffer in range(slots.groups[group, NUM_BUFFERS]):
             for slot in range(batch):
                 if seq_lens[slot] > 0:
-                    high, end = slots.high[group, slot], _end(slots, group, seq_lens[slot])
-                    if end > high:
+                    high = slots.high[group, slot]
+                    if _exceeds(slots, group, seq_lens[slot], high):
+                        end = _end(slots, group, seq_lens[slot])
                         _write_row(slots, group, buffer, slot, high, end, ranges[row])
                         row += 1
     return ranges
@@ -173,15 +182,17 @@ def apply_step(slots: SlotArrays, seq_lens: Int64, answer: Int64) -> None:
             slots.prompts[1 + slots.prompts[0] % NUM_PROMPTS] = tokens
             slots.prompts[0] += 1
         for group in range(len(slots.groups)):
-            slots.high[group, slot] = max(slots.high[group, slot], _end(slots, group, tokens))
-            slots.extent[group, slot] = max(slots.extent[group, slot], slots.high[group, slot])
-            if _ahead_end(slots, group, tokens) > slots.extent[group, slot]:
+            if _exceeds(slots, group, tokens, slots.high[group, slot]):
+                slots.high[group, slot] = _end(slots, group, tokens)
+                slots.extent[group, slot] = max(slots.extent[group, slot], slots.high[group, slot])
+            if _exceeds(slots, group, _ahead(slots, tokens), slots.extent[group, slot]):
                 answer[WANTS_AHEAD] = 1
             window = slots.groups[group, WINDOW]
             if window > 0:
                 first = max(0, min(before, tokens) - window + 1 - slots.lookahead_tokens)
-                low = first * slots.groups[group, ROW_BYTES] // slots.page_group_bytes
-                slots.low[group, slot] = max(slots.low[group, slot], low)
+                passed_bytes = first * slots.groups[group, ROW_BYTES]
+                if passed_bytes >= (slots.low[group, slot] + 1) * slots.page_group_bytes:
+                    slots.low[group, slot] = passed_bytes // slots.page_group_bytes
                 if slots.passed[group, slot] < slots.low[group, slot]:
                     answer[HAS_PASSED] = 1
         slots.seq_lens[slot] = tokens
@@ -196,8 +207,9 @@ def ahead_ranges(slots: SlotArrays, seq_lens: Int64) -> Int64:
         if seq_lens[slot] == 0:
             continue
         for group in range(len(slots.groups)):
-            first, end = slots.extent[group, slot], _ahead_end(slots, group, seq_lens[slot])
-            if end > first:
+            first, tokens = slots.extent[group, slot], _ahead(slots, seq_lens[slot])
+            if _exceeds(slots, group, tokens, first):
+                end = _end(slots, group, tokens)
                 for buffer in range(slots.groups[group, NUM_BUFFERS]):
                     _write_row(slots, group, buffer, slot, first, end, ranges[row])
                     ranges[row, 3] = 0  # so that each can be taken away again by itself
