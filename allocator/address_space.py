@@ -24,9 +24,7 @@ from vtensor.allocator.words import (
     NUM_AHEAD,
     NUM_CHANGED,
     NUM_MAPPED,
-    NUM_READY,
     NUM_STUCK,
-    NUM_ZEROED,
     OUTCOME_WORDS,
     PARTIAL,
     RANGE_WORDS,
@@ -44,6 +42,7 @@ if TYPE_CHECKING:
 __all__ = ["AddressSpace", "Shortage"]
 
 Ranges = npt.NDArray[np.int64]
+Outcome = npt.NDArray[np.int64]
 
 
 class Shortage(Exception):
@@ -186,7 +185,7 @@ class AddressSpace(Unpicklable):
         *,
         content: int = 0,
         stream: int = 0,
-        on_mapped: Callable[[int, bool], None] | None = None,
+        on_mapped: Callable[[Outcome], None] | None = None,
     ) -> int:
         """Put a page group below every empty place of the ranges: all of them, or none.
 
@@ -200,8 +199,8 @@ class AddressSpace(Unpicklable):
         stream : int
             Raw handle of the stream in whose order they are zeroed.
         on_mapped : callable, optional
-            Called if anything was mapped, before any other thread sees it, with the number of places that had been
-            mapped ahead (those were zeroed in the order of the mapper's stream), and whether any were zeroed now.
+            Called if anything was mapped, before any other thread sees it, with the outcome (see `words`). Places that
+            had been mapped ahead were zeroed in the order of the mapper's stream.
 
         Returns
         -------
@@ -228,7 +227,7 @@ class AddressSpace(Unpicklable):
             try:
                 _check_outcome(self.pool, outcome)
                 if on_mapped is not None and len(runs):
-                    on_mapped(int(outcome[NUM_READY]), bool(outcome[NUM_ZEROED]))
+                    on_mapped(outcome)
             except BaseException:  # what may hold somebody else's data must not stay
                 if len(runs):
                     driver.finish(stream)

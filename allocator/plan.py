@@ -55,6 +55,7 @@ from vtensor.allocator.words import (
     READ_WRITE,
     SHORTFALL,
     UNKNOWN_CONTENT,
+    ZERO_CALLS,
     ZEROS,
 )
 
@@ -261,6 +262,7 @@ def _commit(pool: PoolArrays, space: SpaceArrays, ranges: Int64, is_ahead: bool,
         if not is_ahead:
             _enter_service(space, runs)
             outcome[NUM_CHANGED], outcome[NUM_READY] = wanted + num_ready, num_ready
+    outcome[ZERO_CALLS] = pool.header[NUM_CALLS + _ZERO]
     return runs
 
 

@@ -3,9 +3,10 @@
 from __future__ import annotations
 
 # What became of a plan: page groups that were changed, that are missing, the call that failed and its code, page groups
-# that are not where they were because undoing failed too, places of a commit that had been mapped ahead, and how many
-# times memory was zeroed.
-NUM_CHANGED, SHORTFALL, FAILED_CALL, CODE, NUM_STUCK, NUM_READY, NUM_ZEROED, OUTCOME_WORDS = 0, 1, 2, 3, 4, 5, 6, 8
+# that are not where they were because undoing failed too, places of a commit that had been mapped ahead, calls that
+# zeroed memory in it, and all such calls of the pool so far.
+NUM_CHANGED, SHORTFALL, FAILED_CALL, CODE, NUM_STUCK, NUM_READY, NUM_ZEROED, ZERO_CALLS = 0, 1, 2, 3, 4, 5, 6, 7
+OUTCOME_WORDS = 8
 PARTIAL = -1  # a code: a range cuts through a handle
 
 # A row of ranges: first place, number of places, and for commits the mark of the data that goes there and the largest

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-import _signal  # what the signal module wraps in enumerations, at 4 us a call
+import _signal  # type: ignore[import-not-found]  # the signal module wraps it in enumerations, at 4 us a call
 import threading
 from types import TracebackType
 

@@ -16,6 +16,7 @@ from vtensor.allocator import graveyard
 from vtensor.allocator.address_space import AddressSpace, Shortage, out_of_pages
 from vtensor.allocator.mapper import get_mapper
 from vtensor.allocator.page_pool import PagePool
+from vtensor.allocator.words import NUM_READY, NUM_ZEROED, ZERO_CALLS
 from vtensor.errors import ClosedError
 from vtensor.interrupts import interrupts_held
 from vtensor.streams import DeviceEvent, StreamUse, check_not_capturing, is_capturing, relaxed_capture
@@ -44,6 +45,7 @@ class Region(Unpicklable):
         # By stream that may still be zeroing what it committed: the event after it.
         self._zeroing: dict[int, DeviceEvent] = {}
         self._zeroing_lock = threading.Lock()
+        self._zero_calls_seen = 0  # of the pool's, when the mapper's stream was last found idle
         storage = torch._C._construct_storage_from_data_pointer(self.space.base, device, self.space.size_bytes)
         self._release = weakref.finalize(storage, _bury, self.space, self.streams, self.process_id)
         self._release.atexit = False  # at exit the process takes everything down at once
@@ -83,12 +85,12 @@ class Region(Unpicklable):
         stream = self.streams.current()
         was_ready = [0]
 
-        def on_mapped(num_ready: int, has_zeroed: bool) -> None:
-            was_ready[0] = num_ready
-            if num_ready and not self._has_mapper_zeroed():
+        def on_mapped(outcome: npt.NDArray[np.int64]) -> None:
+            was_ready[0] = int(outcome[NUM_READY])
+            has_to_wait = was_ready[0] > 0 and not self._has_mapper_zeroed(int(outcome[ZERO_CALLS]))
+            if has_to_wait:
                 self.wait_for_mapper()
-                has_zeroed = True
-            if has_zeroed:
+            if has_to_wait or outcome[NUM_ZEROED]:
                 self._note_zeroing(stream)
 
         number = self.space.commit(ranges, content=self.content, stream=stream, on_mapped=on_mapped)
@@ -161,11 +163,15 @@ class Region(Unpicklable):
         """Whether the mapper is at nothing of this region, and has zeroed what it was given."""
         return self.space.is_settled and self._has_mapper_zeroed()
 
-    def _has_mapper_zeroed(self) -> bool:
-        if self.device.type == "cpu":
+    def _has_mapper_zeroed(self, zero_calls: int = -1) -> bool:
+        """Whether its stream is idle. `zero_calls`: those that were made before; nothing new needs no look."""
+        if self.device.type == "cpu" or zero_calls == self._zero_calls_seen:
             return True
         with relaxed_capture():
-            return bool(self._mapper_stream.query())
+            is_idle = bool(self._mapper_stream.query())
+        if is_idle and zero_calls >= 0:
+            self._zero_calls_seen = zero_calls
+        return is_idle
 
     def withdraw(self, ranges: npt.NDArray[np.int64]) -> None:
         """Take places out of service, which stay mapped until somebody decommits or commits them."""

@@ -7,6 +7,7 @@ import itertools
 import os
 import threading
 from collections.abc import Callable
+from typing import Any
 
 import numpy as np
 import pytest
@@ -275,7 +276,7 @@ def test_interrupt_shows_nobody_elses_data(
         assert space.num_mapped == 4, "the device may still be writing to what is taken away"
         real_finish(self, stream)
 
-    def on_mapped(num_ready: int, has_zeroed: bool) -> None:
+    def on_mapped(outcome: Any) -> None:
         log.append("on_mapped")
         raise interrupt
 
@@ -298,7 +299,7 @@ def test_on_mapped_is_called_once_if_anything_was_mapped(make_space: MakeSpace) 
     space, calls = make_space(), []
     for span, expected in (((0, 2), [2]), ((0, 2), []), ((0, 6), [6]), ((1, 1), [])):
         calls.clear()
-        space.commit(ranges(span), content=MINE, on_mapped=lambda num_ready, has_zeroed: calls.append(space.num_mapped))
+        space.commit(ranges(span), content=MINE, on_mapped=lambda outcome: calls.append(space.num_mapped))
         assert calls == expected
 
 

@@ -51,7 +51,7 @@ def benchmark(device: str, *, small: bool = False, rounds: int | None = None) ->
         device=device,
         metrics=_METRICS,
         variants=[*one_by_one(device, number), *in_bulk(device, total_bytes)],
-        rounds=(2 if small else 10) if rounds is None else rounds,
+        rounds=(2 if small else 5) if rounds is None else rounds,
         parameters={
             "small": small,
             "num_page_groups": number,

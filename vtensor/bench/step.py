@@ -4,9 +4,9 @@
 
 - *nothing to map*: the same lengths again and again, one call after the other.
 - *growing, looked ahead*: a token's row is as long as the smallest page group, so that every slot needs exactly one
-  page group more in every step, the worst that decoding can ask for. Between the steps the caller sleeps, as it would
-  wait for the model, long enough for the mapper to be ahead. *beyond no-op* is what such a step takes beyond one with
-  nothing to map, made after the same sleep (a processor that slept is slower than one that did not).
+  page group more in every step, the worst that decoding can ask for. Between the steps the caller waits as it would for
+  the model (for a kernel, with ``synchronize``; on the host, for matrix products), long enough for the mapper to be
+  ahead. *beyond no-op* is what such a step takes beyond one with nothing to map, made after the same wait.
 - *growing, not looked ahead*: the same with ``lookahead_tokens=0``: the step maps all of it itself.
 
 After the first start all page groups are recycled ones, as in a server that has been running for a while.
@@ -28,7 +28,7 @@ import numpy as np
 import torch
 
 from vtensor.allocator.driver import get_driver
-from vtensor.bench.batch import FullBatch, Int64, check_tokens, stepped
+from vtensor.bench.batch import FullBatch, Int64, check_tokens, finish, stepped
 from vtensor.bench.frame import Benchmark, Metric, Variant, timed_us
 from vtensor.devices import device_name, resolve_device
 from vtensor.errors import VTensorError
@@ -37,6 +37,7 @@ from vtensor.kvcache import KVCacheConfig
 __all__ = ["benchmark"]
 
 _BATCH_SIZE = 256
+_CYCLES_A_SECOND = 1.8e9  # of a GPU's clock, roughly
 _METRICS = {
     "step": Metric("us"),
     "beyond no-op": Metric("us"),
@@ -98,17 +99,27 @@ class _Growing(_Steps):
         growing, waited, ahead, idle = [], [], [], []
         for _ in range(self.num_steps):
             lengths += 1
-            time.sleep(self.pause_s)
+            self.pause()
             result, spent_us = timed_us(stepped, cache, lengths)
             growing.append(spent_us)
             waited.append(result.waited_us)
             ahead.append(100 * result.num_mapped_by_mapper / result.num_mapped)
         for _ in range(self.num_steps):
-            time.sleep(self.pause_s)
+            self.pause()
             idle.append(timed_us(stepped, cache, lengths)[1])
         floor = median(idle)
         beyond = [spent_us - floor for spent_us in growing]
         return {"step": growing, "beyond no-op": beyond, "waited": waited, "mapped ahead": ahead}
+
+    def pause(self) -> None:
+        """An iteration of the model, without the GIL. A processor that slept would be several times slower."""
+        if self.device == "cpu":
+            end, matrix = time.perf_counter() + self.pause_s, np.ones((256, 256), np.float32)
+            while time.perf_counter() < end:
+                matrix @ matrix
+        else:
+            torch.cuda._sleep(int(self.pause_s * _CYCLES_A_SECOND))  # type: ignore[no-untyped-call]
+            finish(self.batch.cache.device)
 
 
 def _one_page_group_a_token(page_group_bytes: int, max_context_tokens: int) -> KVCacheConfig:
