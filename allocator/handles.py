@@ -102,15 +102,18 @@ def end_turn(pool: PoolArrays) -> None:
 
 
 @compiled
-def size_class_of(pool: PoolArrays, group: int) -> int:
-    """The size class of the handle that a page group belongs to."""
-    return group >> pool.constants[CLASS_SHIFT]  # type: ignore[no-any-return]
+def size_class_of(shift: int, group: int) -> int:
+    """The size class of the handle that a page group belongs to. `shift`: the pool's CLASS_SHIFT.
+
+    What loops call takes numbers only: to pass on a pool counts references to all its arrays, up and down.
+    """
+    return group >> shift
 
 
 @compiled
-def head_of(pool: PoolArrays, group: int) -> int:
-    """The first page group of the handle that a page group belongs to."""
-    return group & ~((1 << size_class_of(pool, group)) - 1)
+def head_of(shift: int, group: int) -> int:
+    """The first page group of the handle that a page group belongs to. `shift`: the pool's CLASS_SHIFT."""
+    return group & ~((1 << (group >> shift)) - 1)
 
 
 @compiled
@@ -129,7 +132,7 @@ def count_calls(pool: PoolArrays, which: int, number: int) -> None:
 
 @compiled
 def _push_free(pool: PoolArrays, head: int) -> None:
-    size_class = size_class_of(pool, head)
+    size_class = size_class_of(pool.constants[CLASS_SHIFT], head)
     words = pool.classes[size_class * CLASS_WORDS : (size_class + 1) * CLASS_WORDS]
     pool.num_mappings[head] = 0
     pool.free[(size_class << pool.constants[CLASS_SHIFT]) + words[NUM_FREE_HANDLES]] = head
@@ -148,7 +151,7 @@ def _pop_free(pool: PoolArrays, size_class: int) -> int:
 @compiled
 def _forget(pool: PoolArrays, head: int) -> None:
     """Note that a page group's number has no handle."""
-    size_class = size_class_of(pool, head)
+    size_class = size_class_of(pool.constants[CLASS_SHIFT], head)
     words = pool.classes[size_class * CLASS_WORDS : (size_class + 1) * CLASS_WORDS]
     pool.num_mappings[head] = 0
     pool.vacant[(size_class << pool.constants[CLASS_SHIFT]) + words[NUM_VACANT_HANDLES]] = head

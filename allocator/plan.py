@@ -31,6 +31,7 @@ from vtensor.allocator.handles import (
 )
 from vtensor.allocator.native import call, compiled
 from vtensor.allocator.words import (
+    CLASS_SHIFT,
     CLASS_WORDS,
     CODE,
     CONTENT,
@@ -100,12 +101,13 @@ def _map_run(
     Returns `_ALL_MAPPED`. After a failure, which the outcome names, it returns how many of the first are stuck: those
     are mapped and in the table, but not open; normally there are none.
     """
+    shift = pool.constants[CLASS_SHIFT]
     size = pool.constants[PAGE_GROUP_BYTES]
     address = space.base + first * size
     done, done_bytes = 0, 0
     failed, code = _MAP, SUCCESS
     for head in heads:
-        handle_bytes = size << size_class_of(pool, head)
+        handle_bytes = size << size_class_of(shift, head)
         pool.header[NUM_CALLS + _MAP] += 1
         code = call(pool.entry_points[_MAP], (address + done_bytes, handle_bytes, 0, pool.handles[head], 0))
         if code != SUCCESS:
@@ -130,9 +132,10 @@ def _map_run(
 @compiled
 def _record(pool: PoolArrays, space: SpaceArrays, first: int, heads: Int32, read_only: bool, sign: int) -> None:
     """Enter mapped handles into the table."""
+    shift = pool.constants[CLASS_SHIFT]
     place = first
     for head in heads:
-        for offset in range(1 << size_class_of(pool, head)):
+        for offset in range(1 << size_class_of(shift, head)):
             space.table[place] = sign * (head + offset + 1)
             if read_only:
                 space.read_only[place] = 1
@@ -147,13 +150,14 @@ def _record(pool: PoolArrays, space: SpaceArrays, first: int, heads: Int32, read
 @compiled
 def _take_from_table(pool: PoolArrays, space: SpaceArrays, first: int, count: int) -> Int32:
     """Clear places of the table, which hold whole handles, and return the handles that were there."""
+    shift = pool.constants[CLASS_SHIFT]
     heads = np.empty(count, np.int32)
     number = 0
     for place in range(first, first + count):
         group = abs(space.table[place]) - 1
         if space.table[place] < 0:
             space.header[NUM_AHEAD] -= 1
-        if head_of(pool, group) == group:
+        if head_of(shift, group) == group:
             heads[number] = group
             number += 1
         space.table[place] = _NOTHING
@@ -190,6 +194,7 @@ def _restore_run(pool: PoolArrays, space: SpaceArrays, first: int, count: int, o
 @compiled
 def _whole_runs(pool: PoolArrays, space: SpaceArrays, ranges: Int64) -> Int64:
     """Maximal runs of places within each range that hold whole handles: rows of (first place, number of places)."""
+    shift = pool.constants[CLASS_SHIFT]
     runs = np.empty((0, 2), np.int64)
     for writing in (False, True):  # count them, then note them
         found = 0
@@ -200,8 +205,8 @@ def _whole_runs(pool: PoolArrays, space: SpaceArrays, ranges: Int64) -> Int64:
                 size = 0  # of the whole handle that starts here
                 if place < end and space.table[place] != _NOTHING:
                     group = abs(space.table[place]) - 1
-                    if head_of(pool, group) == group and place + (1 << size_class_of(pool, group)) <= end:
-                        size = 1 << size_class_of(pool, group)
+                    if head_of(shift, group) == group and place + (1 << size_class_of(shift, group)) <= end:
+                        size = 1 << size_class_of(shift, group)
                 if size == 0:
                     if place > first:
                         if writing:
@@ -269,6 +274,7 @@ def _commit(pool: PoolArrays, space: SpaceArrays, ranges: Int64, is_ahead: bool,
 @compiled
 def _map_missing(pool: PoolArrays, space: SpaceArrays, ranges: Int64, wanted: int, outcome: Int64) -> bool:
     """Map handles, ahead so far, at all empty places of the ranges; all of them, or none and False."""
+    shift = pool.constants[CLASS_SHIFT]
     heads, places, is_new = np.empty(wanted, np.int32), np.empty(wanted, np.int64), np.zeros(wanted, np.bool_)
     number = _take_handles(pool, space, ranges, wanted, heads, places, is_new, outcome)
     if number == 0:
@@ -276,7 +282,7 @@ def _map_missing(pool: PoolArrays, space: SpaceArrays, ranges: Int64, wanted: in
     heads, places, is_new = heads[:number], places[:number], is_new[:number]
     starts, num_runs = np.empty(number, np.int64), 0  # the first handle of each run
     for index in range(number):
-        if index == 0 or places[index] != places[index - 1] + (1 << size_class_of(pool, heads[index - 1])):
+        if index == 0 or places[index] != places[index - 1] + (1 << size_class_of(shift, heads[index - 1])):
             starts[num_runs] = index
             num_runs += 1
     for run in range(num_runs):
@@ -287,14 +293,14 @@ def _map_missing(pool: PoolArrays, space: SpaceArrays, ranges: Int64, wanted: in
             is_stuck[first : first + num_stuck] = True
             for undone in range(run - 1, -1, -1):
                 start, stop = starts[undone], starts[undone + 1]
-                count = places[stop - 1] + (1 << size_class_of(pool, heads[stop - 1])) - places[start]
+                count = places[stop - 1] + (1 << size_class_of(shift, heads[stop - 1])) - places[start]
                 if _unmap_run(pool, space, places[start], count) == SUCCESS:
                     _take_from_table(pool, space, places[start], count)
                 else:
                     is_stuck[start:stop] = True
             for index in range(number):
                 if is_stuck[index]:
-                    size = 1 << size_class_of(pool, heads[index])
+                    size = 1 << size_class_of(shift, heads[index])
                     space.table[places[index] : places[index] + size] *= -1
                     space.header[NUM_AHEAD] -= size
                     outcome[NUM_STUCK] += size
@@ -382,6 +388,7 @@ def _enter_service(space: SpaceArrays, runs: Int64) -> None:
 @compiled
 def _zero_dirty(pool: PoolArrays, space: SpaceArrays, ranges: Int64, stream: int, outcome: Int64) -> bool:
     """Zero the handles below places mapped ahead that may hold data of others; False after an error."""
+    shift = pool.constants[CLASS_SHIFT]
     size = pool.constants[PAGE_GROUP_BYTES]
     for row in range(len(ranges)):
         place, end, mark = ranges[row, FIRST], ranges[row, FIRST] + ranges[row, COUNT], ranges[row, CONTENT]
@@ -390,9 +397,9 @@ def _zero_dirty(pool: PoolArrays, space: SpaceArrays, ranges: Int64, stream: int
             is_dirty, start, stop = False, place, place + 1
             if place < end and space.table[place] < 0:
                 group = -space.table[place] - 1
-                head = head_of(pool, group)
+                head = head_of(shift, group)
                 start = place - (group - head)  # the handle may begin before the range, and end after it
-                stop = start + (1 << size_class_of(pool, head))
+                stop = start + (1 << size_class_of(shift, head))
                 is_dirty = pool.content[head] not in (mark, ZEROS)
                 pool.content[head] = mark
             if last > first and not (is_dirty and start == last):
@@ -401,9 +408,9 @@ def _zero_dirty(pool: PoolArrays, space: SpaceArrays, ranges: Int64, stream: int
                 code = call(pool.entry_points[_ZERO], (space.base + first * size, 0, (last - first) * size, stream))
                 if code != SUCCESS:
                     for bad in range(first, last):
-                        pool.content[head_of(pool, abs(space.table[bad]) - 1)] = UNKNOWN_CONTENT
+                        pool.content[head_of(shift, abs(space.table[bad]) - 1)] = UNKNOWN_CONTENT
                     if place < end and is_dirty:
-                        pool.content[head_of(pool, abs(space.table[start]) - 1)] = UNKNOWN_CONTENT
+                        pool.content[head_of(shift, abs(space.table[start]) - 1)] = UNKNOWN_CONTENT
                     outcome[FAILED_CALL], outcome[CODE] = _ZERO, code
                     return False
                 first = last
@@ -493,16 +500,17 @@ def _alias(
     writable: bool,
     outcome: Int64,
 ) -> None:
+    shift = pool.constants[CLASS_SHIFT]
     outcome[:] = 0
     heads, number, place = np.empty(count, np.int32), 0, source_first
     while place < source_first + count:
         group = source.table[place] - 1
-        if head_of(pool, group) != group:
+        if head_of(shift, group) != group:
             outcome[CODE] = PARTIAL
             return
         heads[number] = group
         number += 1
-        place += 1 << size_class_of(pool, group)
+        place += 1 << size_class_of(shift, group)
     if place > source_first + count:
         outcome[CODE] = PARTIAL
         return
@@ -517,7 +525,7 @@ def _alias(
     else:
         give_back(pool, heads[num_stuck:])
         for head in heads[:num_stuck]:
-            outcome[NUM_STUCK] += 1 << size_class_of(pool, head)
+            outcome[NUM_STUCK] += 1 << size_class_of(shift, head)
 
 
 @compiled

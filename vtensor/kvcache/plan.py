@@ -13,7 +13,7 @@ import numpy.typing as npt
 from vtensor.allocator.handles import PoolArrays, head_of, size_class_of
 from vtensor.allocator.native import compiled
 from vtensor.allocator.plan import SpaceArrays
-from vtensor.allocator.words import RANGE_WORDS
+from vtensor.allocator.words import CLASS_SHIFT, RANGE_WORDS
 
 __all__ = [
     "ANSWER_WORDS",
@@ -83,43 +83,47 @@ class SlotArrays(NamedTuple):
     lookahead_tokens: int
 
 
-@compiled
-def _end(slots: SlotArrays, group: int, tokens: int) -> int:
-    """Places that a slot needs for so many tokens, over-read included."""
-    size = slots.page_group_bytes
-    return ((tokens + slots.overread_tokens) * slots.groups[group, ROW_BYTES] + size - 1) // size  # type: ignore[no-any-return]
+# What the loops below call takes numbers and at most one array: to pass on the slots counts references to all arrays.
 
 
 @compiled
-def _exceeds(slots: SlotArrays, group: int, tokens: int, places: int) -> bool:
-    """Whether a slot needs more than so many places for so many tokens: `_end`, without a division for each slot."""
-    return (  # type: ignore[no-any-return]
-        (tokens + slots.overread_tokens) * slots.groups[group, ROW_BYTES] > places * slots.page_group_bytes
-    )
+def _end(tokens: int, row_bytes: int, page_group_bytes: int) -> int:
+    """Places that hold so many tokens."""
+    return (tokens * row_bytes + page_group_bytes - 1) // page_group_bytes
 
 
 @compiled
-def _ahead(slots: SlotArrays, tokens: int) -> int:
-    """Tokens that a slot may hold after the next step."""
-    return min(tokens + slots.lookahead_tokens, slots.max_tokens)
+def _write_row(words: Int64, row: Int64, batch: int, buffer: int, slot: int, first: int, end: int) -> None:
+    """Places `first` to `end` of a slot in a buffer of the layer group with these words."""
+    row[0] = words[FIRST_PLACE] + (buffer * batch + slot) * words[SLOT_PLACES] + first
+    row[1], row[2], row[3] = end - first, words[CONTENT], words[LARGEST]
 
 
 @compiled
-def _problem(slots: SlotArrays, slot: int, tokens: int) -> int:
-    if tokens < 0:
-        return NEGATIVE
-    if tokens > slots.max_tokens:
-        return TOO_LONG
-    if slots.state[slot] != _ACTIVE:
-        return NOT_ACTIVE
-    if tokens < slots.seq_lens[slot]:
-        for group in range(len(slots.groups)):
-            window = slots.groups[group, WINDOW]
-            if window > 0:
-                first = max(0, tokens - window) * slots.groups[group, ROW_BYTES] // slots.page_group_bytes
-                if first < slots.low[group, slot]:
-                    return WINDOW_PASSED
-    return 0
+def _find_problem(slots: SlotArrays, seq_lens: Int64, answer: Int64) -> bool:
+    """Whether a length is bad; the answer says which, and why."""
+    state, held, low, groups = slots.state, slots.seq_lens, slots.low, slots.groups
+    for slot in range(len(seq_lens)):
+        tokens, problem = seq_lens[slot], 0
+        if tokens == 0:
+            continue
+        if tokens < 0:
+            problem = NEGATIVE
+        elif tokens > slots.max_tokens:
+            problem = TOO_LONG
+        elif state[slot] != _ACTIVE:
+            problem = NOT_ACTIVE
+        elif tokens < held[slot]:
+            for group in range(len(groups)):
+                window = groups[group, WINDOW]
+                if window > 0:
+                    first_byte = max(0, tokens - window) * groups[group, ROW_BYTES]
+                    if first_byte < low[group, slot] * slots.page_group_bytes:
+                        problem = WINDOW_PASSED
+        if problem != 0:
+            answer[PROBLEM], answer[SLOT] = problem, slot
+            return True
+    return False
 
 
 @compiled
@@ -130,41 +134,31 @@ def plan_step(slots: SlotArrays, seq_lens: Int64, answer: Int64) -> Int64:
     `apply_step` does that after the ranges were committed. With a bad length, nothing is done.
     """
     answer[:] = 0
-    batch = len(seq_lens)
+    if _find_problem(slots, seq_lens, answer):
+        return np.empty((0, RANGE_WORDS), np.int64)
+    high, groups, size, batch = slots.high, slots.groups, slots.page_group_bytes, len(seq_lens)
     num_ranges = 0
-    for slot in range(batch):
-        tokens = seq_lens[slot]
-        if tokens == 0:
-            continue
-        problem = _problem(slots, slot, tokens)
-        if problem != 0:
-            answer[PROBLEM], answer[SLOT] = problem, slot
-            return np.empty((0, RANGE_WORDS), np.int64)
-        for group in range(len(slots.groups)):
-            if _exceeds(slots, group, tokens, slots.high[group, slot]):
-                num_ranges += slots.groups[group, NUM_BUFFERS]
+    for group in range(len(groups)):
+        row_bytes, num_buffers = groups[group, ROW_BYTES], groups[group, NUM_BUFFERS]
+        for slot in range(batch):
+            tokens = seq_lens[slot] + slots.overread_tokens
+            if seq_lens[slot] > 0 and tokens * row_bytes > high[group, slot] * size:  # no division for each slot
+                num_ranges += num_buffers
     ranges = np.empty((num_ranges, RANGE_WORDS), np.int64)
     if num_ranges == 0:
         apply_step(slots, seq_lens, answer)
         return ranges
     row = 0
-    for group in range(len(slots.groups)):
-        for buffer in range(slots.groups[group, NUM_BUFFERS]):
+    for group in range(len(groups)):
+        words, row_bytes = groups[group], groups[group, ROW_BYTES]
+        for buffer in range(words[NUM_BUFFERS]):
             for slot in range(batch):
-                if seq_lens[slot] > 0:
-                    high = slots.high[group, slot]
-                    if _exceeds(slots, group, seq_lens[slot], high):
-                        end = _end(slots, group, seq_lens[slot])
-                        _write_row(slots, group, buffer, slot, high, end, ranges[row])
-                        row += 1
+                tokens = seq_lens[slot] + slots.overread_tokens
+                if seq_lens[slot] > 0 and tokens * row_bytes > high[group, slot] * size:
+                    end = _end(tokens, row_bytes, size)
+                    _write_row(words, ranges[row], batch, buffer, slot, high[group, slot], end)
+                    row += 1
     return ranges
-
-
-@compiled
-def _write_row(slots: SlotArrays, group: int, buffer: int, slot: int, first: int, end: int, row: Int64) -> None:
-    words = slots.groups[group]
-    row[0] = words[FIRST_PLACE] + (buffer * len(slots.state) + slot) * words[SLOT_PLACES] + first
-    row[1], row[2], row[3] = end - first, words[CONTENT], words[LARGEST]
 
 
 @compiled
@@ -174,47 +168,51 @@ def apply_step(slots: SlotArrays, seq_lens: Int64, answer: Int64) -> None:
     What lies before a window moves out of service: all that no token of the coming iteration can see, nor one of the
     `lookahead_tokens` before it, should those be taken back.
     """
-    for slot in range(len(seq_lens)):
-        tokens, before = seq_lens[slot], slots.seq_lens[slot]
-        if tokens == 0:
-            continue
-        if before == 0:
-            slots.prompts[1 + slots.prompts[0] % NUM_PROMPTS] = tokens
-            slots.prompts[0] += 1
-        for group in range(len(slots.groups)):
-            if _exceeds(slots, group, tokens, slots.high[group, slot]):
-                slots.high[group, slot] = _end(slots, group, tokens)
-                slots.extent[group, slot] = max(slots.extent[group, slot], slots.high[group, slot])
-            if _exceeds(slots, group, _ahead(slots, tokens), slots.extent[group, slot]):
+    held, low, high, extent, passed = slots.seq_lens, slots.low, slots.high, slots.extent, slots.passed
+    prompts, groups, size, batch = slots.prompts, slots.groups, slots.page_group_bytes, len(seq_lens)
+    for group in range(len(groups)):
+        row_bytes, window = groups[group, ROW_BYTES], groups[group, WINDOW]
+        for slot in range(batch):
+            if seq_lens[slot] == 0:
+                continue
+            tokens = seq_lens[slot] + slots.overread_tokens
+            if tokens * row_bytes > high[group, slot] * size:
+                high[group, slot] = _end(tokens, row_bytes, size)
+                extent[group, slot] = max(extent[group, slot], high[group, slot])
+            tokens = min(seq_lens[slot] + slots.lookahead_tokens, slots.max_tokens) + slots.overread_tokens
+            if tokens * row_bytes > extent[group, slot] * size:
                 answer[WANTS_AHEAD] = 1
-            window = slots.groups[group, WINDOW]
             if window > 0:
-                first = max(0, min(before, tokens) - window + 1 - slots.lookahead_tokens)
-                passed_bytes = first * slots.groups[group, ROW_BYTES]
-                if passed_bytes >= (slots.low[group, slot] + 1) * slots.page_group_bytes:
-                    slots.low[group, slot] = passed_bytes // slots.page_group_bytes
-                if slots.passed[group, slot] < slots.low[group, slot]:
+                first = max(0, min(held[slot], seq_lens[slot]) - window + 1 - slots.lookahead_tokens)
+                if first * row_bytes >= (low[group, slot] + 1) * size:
+                    low[group, slot] = first * row_bytes // size
+                if passed[group, slot] < low[group, slot]:
                     answer[HAS_PASSED] = 1
-        slots.seq_lens[slot] = tokens
+    for slot in range(batch):
+        if seq_lens[slot] > 0:
+            if held[slot] == 0:
+                prompts[1 + prompts[0] % NUM_PROMPTS] = seq_lens[slot]
+                prompts[0] += 1
+            held[slot] = seq_lens[slot]
 
 
 @compiled
 def ahead_ranges(slots: SlotArrays, seq_lens: Int64) -> Int64:
     """What the slots of a step may need in the next one, in the smallest size class; it is noted as asked for."""
-    ranges = np.empty((len(seq_lens) * slots.groups[:, NUM_BUFFERS].sum(), RANGE_WORDS), np.int64)
+    extent, groups, size, batch = slots.extent, slots.groups, slots.page_group_bytes, len(seq_lens)
+    ranges = np.empty((batch * groups[:, NUM_BUFFERS].sum(), RANGE_WORDS), np.int64)
     row = 0
-    for slot in range(len(seq_lens)):
-        if seq_lens[slot] == 0:
-            continue
-        for group in range(len(slots.groups)):
-            first, tokens = slots.extent[group, slot], _ahead(slots, seq_lens[slot])
-            if _exceeds(slots, group, tokens, first):
-                end = _end(slots, group, tokens)
-                for buffer in range(slots.groups[group, NUM_BUFFERS]):
-                    _write_row(slots, group, buffer, slot, first, end, ranges[row])
+    for group in range(len(groups)):
+        words, row_bytes = groups[group], groups[group, ROW_BYTES]
+        for slot in range(batch):
+            first = extent[group, slot]
+            tokens = min(seq_lens[slot] + slots.lookahead_tokens, slots.max_tokens) + slots.overread_tokens
+            if seq_lens[slot] > 0 and tokens * row_bytes > first * size:
+                extent[group, slot] = _end(tokens, row_bytes, size)
+                for buffer in range(words[NUM_BUFFERS]):
+                    _write_row(words, ranges[row], batch, buffer, slot, first, extent[group, slot])
                     ranges[row, 3] = 0  # so that each can be taken away again by itself
                     row += 1
-                slots.extent[group, slot] = end
     return ranges[:row].copy()
 
 
@@ -224,9 +222,9 @@ def spare_ranges(slots: SlotArrays, slot: int, tokens: int, note: bool) -> Int64
     ranges = np.empty((slots.groups[:, NUM_BUFFERS].sum(), RANGE_WORDS), np.int64)
     row = 0
     for group in range(len(slots.groups)):
-        end = _end(slots, group, tokens)
+        end = _end(tokens + slots.overread_tokens, slots.groups[group, ROW_BYTES], slots.page_group_bytes)
         for buffer in range(slots.groups[group, NUM_BUFFERS]):
-            _write_row(slots, group, buffer, slot, 0, end, ranges[row])
+            _write_row(slots.groups[group], ranges[row], len(slots.state), buffer, slot, 0, end)
             row += 1
         if note:
             slots.extent[group, slot] = end
@@ -242,7 +240,7 @@ def passed_ranges(slots: SlotArrays, slot: int) -> Int64:
         first, end = slots.passed[group, slot], slots.low[group, slot]
         if end > first:
             for buffer in range(slots.groups[group, NUM_BUFFERS]):
-                _write_row(slots, group, buffer, slot, first, end, ranges[row])
+                _write_row(slots.groups[group], ranges[row], len(slots.state), buffer, slot, first, end)
                 row += 1
             slots.passed[group, slot] = end
     return ranges[:row].copy()
@@ -258,7 +256,7 @@ def slot_ranges(slots: SlotArrays, chosen: Int64, in_service: bool) -> Int64:
             first = slots.low[group, slot] if in_service else 0
             end = slots.high[group, slot] if in_service else slots.extent[group, slot]
             for buffer in range(slots.groups[group, NUM_BUFFERS]):
-                _write_row(slots, group, buffer, slot, first, end, ranges[row])
+                _write_row(slots.groups[group], ranges[row], len(slots.state), buffer, slot, first, end)
                 row += 1
     return ranges
 
@@ -281,11 +279,12 @@ def surplus_ranges(slots: SlotArrays, pool: PoolArrays, space: SpaceArrays, seq_
             tokens = max(seq_lens[slot], slots.seq_lens[slot])
             first = slots.shared[group, slot]
             if tokens > 0:
-                first = max(first, _end(slots, group, tokens))
+                tokens += slots.overread_tokens
+                first = max(first, _end(tokens, slots.groups[group, ROW_BYTES], slots.page_group_bytes))
             first = _handle_border(slots, pool, space, group, slot, first, end)
             if first < end:
                 for buffer in range(slots.groups[group, NUM_BUFFERS]):
-                    _write_row(slots, group, buffer, slot, first, end, ranges[row])
+                    _write_row(slots.groups[group], ranges[row], len(slots.state), buffer, slot, first, end)
                     row += 1
                 if cut:
                     slots.high[group, slot] = min(slots.high[group, slot], first)
@@ -305,8 +304,8 @@ def _handle_border(
         page_group = abs(space.table[place]) - 1
         buffer += 1
         if page_group >= 0:
-            offset = page_group - head_of(pool, page_group)
+            offset = page_group - head_of(pool.constants[CLASS_SHIFT], page_group)
             if offset > 0:
-                first += (1 << size_class_of(pool, page_group)) - offset
+                first += (1 << size_class_of(pool.constants[CLASS_SHIFT], page_group)) - offset
                 buffer = 0  # the others must agree
     return first
