@@ -67,9 +67,13 @@ MAP_AHEAD, UNMAP = 0, 1  # kinds of jobs
 
 @compiled
 def submit(queue: Int64, job: Int64) -> None:
-    """Hand a job over. Waits while the ring is full."""
+    """Hand a job over. Waits while the ring is full. One that comes after `stop` ends at once."""
     address = queue.ctypes.data
     lock(address)
+    if queue[_STOPPED] != 0:
+        job[_IS_DONE] = 1
+        unlock(address)
+        return
     while queue[_TAIL] - queue[_HEAD] == _RING_LENGTH:
         _wait_for(address + _SERVED * 8, address)
     queue[_RING + queue[_TAIL] % _RING_LENGTH] = job.ctypes.data
@@ -107,7 +111,7 @@ def wait(queue: Int64, job: Int64) -> None:
 
 @compiled
 def stop(queue: Int64) -> None:
-    """Have `serve` return once the ring is empty."""
+    """Have `serve` end all jobs, as if they were cancelled, and return."""
     address = queue.ctypes.data
     lock(address)
     queue[_STOPPED] = 1
@@ -159,7 +163,7 @@ def _carry_out(queue_address: int, job: Int64) -> None:
     outcome = job[OUTCOME : OUTCOME + OUTCOME_WORDS]
     while job[NUM_DONE] < job[NUM_RANGES]:
         lock(queue_address)
-        is_cancelled = job[_IS_CANCELLED] != 0
+        is_cancelled = job[_IS_CANCELLED] != 0 or int64_at(queue_address, QUEUE_WORDS)[_STOPPED] != 0
         unlock(queue_address)
         if is_cancelled:
             break

@@ -40,6 +40,13 @@ class MappingOwner(Protocol):
         """Wait until nobody else works on it."""
 
 
+class MemoryHolder(Protocol):
+    """Whoever keeps page groups that it could do without: a KV cache with the memory of ended requests."""
+
+    def give_up(self, missing: int) -> int:
+        """Give up to so many page groups back to the pool; how many it gave. 0 also where it is busy."""
+
+
 @dataclass(frozen=True)
 class PagePoolStats:
     """A pool at one moment; counts are in page groups, that is in units of the smallest size class.
@@ -110,6 +117,7 @@ class PagePool(Unpicklable):
         self._native: Any = handles
         self._lock = threading.RLock()
         self._spaces: weakref.WeakSet[MappingOwner] = weakref.WeakSet()
+        self._holders: weakref.WeakSet[MemoryHolder] = weakref.WeakSet()
         self._next_content = 1
         limit = self.driver.memory_info()[1] // self.page_group_bytes + 1
         if capacity_bytes is not None:
@@ -159,6 +167,26 @@ class PagePool(Unpicklable):
         """Forget an address space in which nothing is mapped any more."""
         with self._lock:
             self._spaces.discard(space)
+
+    def add_holder(self, holder: MemoryHolder) -> None:
+        """Remember somebody to ask when others are short of memory, as long as it lives."""
+        with self._lock:
+            self._holders.add(holder)
+
+    def remove_holder(self, holder: MemoryHolder) -> None:
+        """Ask it no more."""
+        with self._lock:
+            self._holders.discard(holder)
+
+    def ask_holders(self, missing: int, *, but: MemoryHolder | None = None) -> int:
+        """Have others that use the pool give up what they can do without; the page groups that they gave."""
+        given = 0
+        with self._lock:
+            holders = [holder for holder in self._holders if holder is not but]
+        for holder in holders:  # not under the lock: they take their own
+            if given < missing:
+                given += holder.give_up(missing - given)
+        return given
 
     def count_call(self, call: Call) -> None:
         """Count a driver call that was made for an address space."""

@@ -112,9 +112,10 @@ class Region(Unpicklable):
                 return self.try_commit(ranges)[0]
             except Shortage as shortage:
                 remedy = next(remedies, None)
-                if remedy is None:
+                if remedy is None and not self.space.pool.ask_holders(shortage.page_groups):
                     raise out_of_pages(self.space, what, shortage) from None
-            remedy()
+            if remedy is not None:
+                remedy()
 
     def ask_torch(self) -> bool:
         """Have torch give its cached memory back to the device, where that is what we share with it."""

@@ -1108,6 +1108,59 @@ def test_two_managers_share_a_pool(device: str) -> None:
     pool.close()
 
 
+def test_a_cache_gives_up_for_others_what_it_can_do_without(device: str) -> None:
+    pool = one_size_pool(device, 12)
+    idle, busy = make(device, pool=pool), make(device, pool=pool, lookahead_tokens=0)
+    for tokens in (4, 2):
+        idle.alloc_reqid()
+        assert idle.step(lengths(idle, **{f"s{idle.stats().num_active_slots - 1}": tokens_for(idle, tokens)}))
+    idle.free_reqid(0)  # 4 page groups are deferred
+    assert idle.step(lengths(idle, s1=1))  # and one is surplus
+    busy.alloc_reqid()
+    assert busy.step(lengths(busy, s0=tokens_for(busy, 6)))
+    assert busy.step(lengths(busy, s0=tokens_for(busy, 8)))
+    assert [slot.state for slot in idle.residency()][:2] == [SlotState.FREE, SlotState.ACTIVE]
+    assert busy.step(lengths(busy, s0=tokens_for(busy, 11)))
+    assert idle.stats().mapped_page_groups == 1
+    result = busy.step(lengths(busy, s0=tokens_for(busy, 12)))
+    assert result.shortfall_page_groups == 1
+    idle.free_reqid(1)
+    x = vt.empty(page(device), dtype=torch.uint8, device=device, pool=pool)
+    x.fill_(1)  # others than caches are given it, too
+    assert idle.stats().mapped_page_groups == 0
+    del x
+    busy.close()
+    idle.close()
+    pool.close()
+
+
+def test_two_caches_that_are_short_do_not_wait_for_each_other(device: str) -> None:
+    pool = one_size_pool(device, 8)
+    caches = [make(device, pool=pool) for _ in range(2)]
+    errors: list[BaseException] = []
+
+    def serve(cache: vt.KVCacheManager) -> None:
+        try:
+            for _ in range(200):
+                reqid = cache.alloc_reqid()
+                cache.step(lengths(cache, **{f"s{reqid}": tokens_for(cache, 6)}))
+                cache.free_reqid(reqid)
+        except BaseException as error:
+            errors.append(error)
+
+    threads = [threading.Thread(target=serve, args=(cache,), daemon=True) for cache in caches]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join(60)
+    assert [thread.is_alive() for thread in threads] == [False, False]
+    assert not errors
+    for cache in caches:
+        cache.check_integrity()
+        cache.close()
+    pool.close()
+
+
 def test_calls_from_many_threads(device: str) -> None:
     with make(device, max_batch_size=16, capacity_bytes=512 * page(device)) as cache:
         errors: list[BaseException] = []

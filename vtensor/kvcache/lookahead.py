@@ -40,6 +40,7 @@ class LookAhead:
         self._high_watermark = high_watermark
         self._jobs: deque[Job] = deque()
         self._spare_is_due = False
+        self._has_dropped = False
         self._num_mapped = 0
         self.num_dropped = 0
 
@@ -60,14 +61,13 @@ class LookAhead:
         if tokens == 0:
             return
         self._spare_is_due = False
-        free = slots.in_state(SlotState.FREE)
-        if not len(free):
+        self.collect()
+        slot = slots.for_spare()
+        if slot is None or slots.covers(slots.in_state(SlotState.DEFERRED), tokens).any():
             return
-        if slots.covers(slots.in_state(SlotState.DEFERRED), tokens).any():
-            return
-        available, total = self._region.space.pool.headroom()
-        slot = int(free[0])
         wanted = int(slots.plan.spare_ranges(slots.arrays, slot, tokens, False)[:, 1].sum())
+        wanted += sum(int(job.ranges[:, 1].sum()) for job in self._jobs)  # what the mapper is still at
+        available, total = self._region.space.pool.headroom()
         if available - wanted >= self._high_watermark * total:
             self._submit(slots.spare(slot, tokens))
 
@@ -78,11 +78,15 @@ class LookAhead:
         return self._num_mapped
 
     def collect(self) -> None:
-        """Take note of what has been done."""
+        """Take note of what has been done, and of a spare slot that could not be had."""
         while self._jobs and self._jobs[0].is_done:
             job = self._jobs.popleft()
             self._num_mapped += job.num_page_groups
             self.num_dropped += len(job.ranges) - job.num_done
+            self._has_dropped |= job.num_done < len(job.ranges)
+        if self._has_dropped and not self._jobs:
+            self._slots.check_spare(self._region.space.arrays)
+            self._has_dropped = False
 
     def _submit(self, ranges: Int64) -> None:
         if len(ranges):

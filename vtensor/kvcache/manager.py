@@ -52,7 +52,8 @@ class KVCacheManager(Unpicklable):
     device : torch.device or str, optional
         A CPU or a CUDA device; None is torch's default device.
     pool : PagePool, optional
-        A pool to share with others. None: the cache has its own.
+        A pool to share with others: when one is short of memory, the others give up what they can do without. None: the
+        cache has its own.
     capacity_bytes : int, optional
         The most memory that the cache's own pool may hold. None: as much as the device gives.
     deferred_reclamation : bool
@@ -130,18 +131,20 @@ class KVCacheManager(Unpicklable):
         self._region = Region(pool, self.device, size_bytes, owner="KVCacheManager")
         self._slots = SlotTable(self._layout, pool, lookahead_tokens)
         get_mapper(pool.driver)  # its thread and its code are there before the first step
+        self._lock = threading.RLock()
         self._memory = SlotMemory(
             self._region,
             self._slots,
+            self._lock,
             deferred_reclamation=deferred_reclamation,
             scrub=scrub,
             low_watermark=low_watermark,
             high_watermark=high_watermark,
         )
+        pool.add_holder(self._memory)
         self._lookahead = LookAhead(self._region, self._slots, eager_slot=eager_slot, high_watermark=high_watermark)
         self._views: dict[tuple[int, bool], tuple[torch.Tensor, torch.Tensor]] = {}
         self._answer = np.zeros(self._slots.plan.ANSWER_WORDS, np.int64)
-        self._lock = threading.RLock()
         self.closed = False
 
     def __repr__(self) -> str:
@@ -190,6 +193,7 @@ class KVCacheManager(Unpicklable):
                     f"max_context_tokens={self.config.max_context_tokens:,}"
                 )
             self._memory.sweep()
+            self._lookahead.collect()
             slot = self._slots.choose(prompt_tokens)
             if slot is None:
                 raise OutOfSlotsError(
@@ -419,6 +423,7 @@ class KVCacheManager(Unpicklable):
             for event in self._region.streams.record():
                 event.synchronize()
             self._region.space.settle(cancel=True)
+            self.pool.remove_holder(self._memory)
             self.closed = True
             self._views.clear()
             self._region.drop()

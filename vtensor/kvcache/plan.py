@@ -39,6 +39,7 @@ __all__ = [
     "apply_step",
     "passed_ranges",
     "plan_step",
+    "recede",
     "slot_ranges",
     "spare_ranges",
     "surplus_ranges",
@@ -74,6 +75,7 @@ class SlotArrays(NamedTuple):
     high: Int64  # [G, B]
     shared: Int64  # [G, B]
     extent: Int64  # [G, B]
+    asked: Int64  # [G, B]: up to where the request's steps, or their look-ahead, asked for places
     passed: Int64  # [G, B]: up to where `passed_ranges` has told what windows have passed
     groups: Int64  # [G, GROUP_WORDS]
     prompts: Int64  # [1 + NUM_PROMPTS]
@@ -166,10 +168,11 @@ def apply_step(slots: SlotArrays, seq_lens: Int64, answer: Int64) -> None:
     """Take over lengths whose places are all there. Shorter ones keep their places as surplus.
 
     What lies before a window moves out of service: all that no token of the coming iteration can see, nor one of the
-    `lookahead_tokens` before it, should those be taken back.
+    `lookahead_tokens` before it, should those be taken back. One without new tokens may compute the last again.
     """
     held, low, high, extent, passed = slots.seq_lens, slots.low, slots.high, slots.extent, slots.passed
-    prompts, groups, size, batch = slots.prompts, slots.groups, slots.page_group_bytes, len(seq_lens)
+    asked, prompts, groups, size = slots.asked, slots.prompts, slots.groups, slots.page_group_bytes
+    batch = len(seq_lens)
     for group in range(len(groups)):
         row_bytes, window = groups[group, ROW_BYTES], groups[group, WINDOW]
         for slot in range(batch):
@@ -178,12 +181,13 @@ def apply_step(slots: SlotArrays, seq_lens: Int64, answer: Int64) -> None:
             tokens = seq_lens[slot] + slots.overread_tokens
             if tokens * row_bytes > high[group, slot] * size:
                 high[group, slot] = _end(tokens, row_bytes, size)
+                asked[group, slot] = max(asked[group, slot], high[group, slot])
                 extent[group, slot] = max(extent[group, slot], high[group, slot])
             tokens = min(seq_lens[slot] + slots.lookahead_tokens, slots.max_tokens) + slots.overread_tokens
-            if tokens * row_bytes > extent[group, slot] * size:
+            if tokens * row_bytes > asked[group, slot] * size:
                 answer[WANTS_AHEAD] = 1
             if window > 0:
-                first = max(0, min(held[slot], seq_lens[slot]) - window + 1 - slots.lookahead_tokens)
+                first = max(0, min(held[slot], seq_lens[slot] - 1) - window + 1 - slots.lookahead_tokens)
                 if first * row_bytes >= (low[group, slot] + 1) * size:
                     low[group, slot] = first * row_bytes // size
                 if passed[group, slot] < low[group, slot]:
@@ -199,18 +203,19 @@ def apply_step(slots: SlotArrays, seq_lens: Int64, answer: Int64) -> None:
 @compiled
 def ahead_ranges(slots: SlotArrays, seq_lens: Int64) -> Int64:
     """What the slots of a step may need in the next one, in the smallest size class; it is noted as asked for."""
-    extent, groups, size, batch = slots.extent, slots.groups, slots.page_group_bytes, len(seq_lens)
+    asked, groups, size, batch = slots.asked, slots.groups, slots.page_group_bytes, len(seq_lens)
     ranges = np.empty((batch * groups[:, NUM_BUFFERS].sum(), RANGE_WORDS), np.int64)
     row = 0
     for group in range(len(groups)):
         words, row_bytes = groups[group], groups[group, ROW_BYTES]
         for slot in range(batch):
-            first = extent[group, slot]
+            first = asked[group, slot]
             tokens = min(seq_lens[slot] + slots.lookahead_tokens, slots.max_tokens) + slots.overread_tokens
             if seq_lens[slot] > 0 and tokens * row_bytes > first * size:
-                extent[group, slot] = _end(tokens, row_bytes, size)
+                asked[group, slot] = _end(tokens, row_bytes, size)
+                slots.extent[group, slot] = max(slots.extent[group, slot], asked[group, slot])
                 for buffer in range(words[NUM_BUFFERS]):
-                    _write_row(words, ranges[row], batch, buffer, slot, first, extent[group, slot])
+                    _write_row(words, ranges[row], batch, buffer, slot, first, asked[group, slot])
                     ranges[row, 3] = 0  # so that each can be taken away again by itself
                     row += 1
     return ranges[:row].copy()
@@ -218,13 +223,15 @@ def ahead_ranges(slots: SlotArrays, seq_lens: Int64) -> Int64:
 
 @compiled
 def spare_ranges(slots: SlotArrays, slot: int, tokens: int, note: bool) -> Int64:
-    """What an empty slot needs for a prompt of so many tokens; `note` enters it as mapped ahead."""
+    """What a slot that holds no tokens lacks for a prompt of so many; `note` enters it as mapped ahead."""
     ranges = np.empty((slots.groups[:, NUM_BUFFERS].sum(), RANGE_WORDS), np.int64)
     row = 0
     for group in range(len(slots.groups)):
+        first = slots.extent[group, slot]
         end = _end(tokens + slots.overread_tokens, slots.groups[group, ROW_BYTES], slots.page_group_bytes)
+        end = max(first, end)
         for buffer in range(slots.groups[group, NUM_BUFFERS]):
-            _write_row(slots.groups[group], ranges[row], len(slots.state), buffer, slot, 0, end)
+            _write_row(slots.groups[group], ranges[row], len(slots.state), buffer, slot, first, end)
             row += 1
         if note:
             slots.extent[group, slot] = end
@@ -244,6 +251,20 @@ def passed_ranges(slots: SlotArrays, slot: int) -> Int64:
                 row += 1
             slots.passed[group, slot] = end
     return ranges[:row].copy()
+
+
+@compiled
+def recede(slots: SlotArrays, space: SpaceArrays, slot: int) -> None:
+    """Lower a slot's extent to where something is mapped, in whatever buffer."""
+    for group in range(len(slots.groups)):
+        words, end = slots.groups[group], slots.extent[group, slot]
+        is_mapped = False
+        while end > slots.high[group, slot] and not is_mapped:
+            end -= 1
+            for buffer in range(words[NUM_BUFFERS]):
+                if space.table[words[FIRST_PLACE] + (buffer * len(slots.state) + slot) * words[SLOT_PLACES] + end] != 0:
+                    is_mapped = True
+        slots.extent[group, slot] = end + is_mapped
 
 
 @compiled
@@ -288,6 +309,7 @@ def surplus_ranges(slots: SlotArrays, pool: PoolArrays, space: SpaceArrays, seq_
                     row += 1
                 if cut:
                     slots.high[group, slot] = min(slots.high[group, slot], first)
+                    slots.asked[group, slot] = min(slots.asked[group, slot], first)
                     slots.extent[group, slot] = first
     return ranges[:row].copy()
 

@@ -9,6 +9,8 @@ place that waits to be unmapped is out of service at once.
 
 from __future__ import annotations
 
+import threading
+from collections import deque
 from collections.abc import Sequence
 from dataclasses import dataclass
 
@@ -34,6 +36,7 @@ class _Leaving:
     slot: int
     ranges: Int64
     events: Sequence[DeviceEvent]
+    is_passed: bool  # by windows of a request that goes on; otherwise whole layer groups of a slot without one
     job: Job | None = None
     end: int = 0  # of its ranges among those of the job
 
@@ -51,6 +54,8 @@ class SlotMemory:
         The cache's addresses.
     slots : SlotTable
         Who holds what; kept in step with what is mapped.
+    lock : RLock
+        The manager's, which is held in every call but `give_up`.
     deferred_reclamation, scrub : bool
     low_watermark, high_watermark : float
         As for `KVCacheManager`.
@@ -60,6 +65,7 @@ class SlotMemory:
         self,
         region: Region,
         slots: SlotTable,
+        lock: threading.RLock,
         *,
         deferred_reclamation: bool,
         scrub: bool,
@@ -68,11 +74,13 @@ class SlotMemory:
     ) -> None:
         self._region = region
         self._slots = slots
+        self._lock = lock
         self._deferred_reclamation = deferred_reclamation
         self._scrub = scrub
         self._watermarks = low_watermark, high_watermark
         self._events: dict[int, list[DeviceEvent]] = {}  # of deferred slots: when the device has finished
         self._leaving: list[_Leaving] = []
+        self._unmapping: deque[tuple[Job, bool]] = deque()  # jobs, and whether they are for what windows have passed
         self._check_in = 0  # page groups that may still be mapped before the watermark is looked at again
         self.num_reclaimed = self.num_trimmed = self.num_passed = self.num_failed = 0
 
@@ -103,6 +111,8 @@ class SlotMemory:
                 pass  # each time leaves less to reclaim, so this ends, whatever others do to the pool meanwhile
             elif not torch_was_asked and region.ask_torch():
                 torch_was_asked = True
+            elif region.space.pool.ask_holders(missing - self._num_reclaimable(seq_lens), but=self):
+                pass
             else:
                 return 0, 0, missing - self._num_reclaimable(seq_lens)
 
@@ -114,9 +124,9 @@ class SlotMemory:
         while self._leaving:
             leaving = self._leaving[0]
             _wait_for(leaving.events)
-            number = self._decommit(leaving.ranges)
+            self._count(self._decommit(leaving.ranges), leaving.is_passed)
             self._leaving.pop(0)
-            self._has_left(leaving, number)
+            self._has_left(leaving)
 
     # -- reclamation ------------------------------------------------------------------------------------------------
 
@@ -144,11 +154,39 @@ class SlotMemory:
                 return True
             missing -= self._take_from(slot)
         if missing > 0:
+            self._trim(seq_lens)
+        return True
+
+    def give_up(self, missing: int) -> int:
+        """Give up to so many page groups to others that use the pool: deferred slots first, then surplus.
+
+        Comes from other threads and for other caches, which hold their own locks: where this one is busy it gives
+        nothing, rather than wait.
+        """
+        if not self._lock.acquire(blocking=False):
+            return 0
+        try:
+            if self._region.space.closed:
+                return 0
+            before = self._region.space.num_mapped
+            self._settle()
+            for slot in self._slots.deferred_oldest_first().tolist():
+                if before - self._region.space.num_mapped >= missing:
+                    break
+                self._take_from(slot)
+            if before - self._region.space.num_mapped < missing:
+                self._trim(np.zeros_like(self._slots.arrays.seq_lens))
+            return before - self._region.space.num_mapped
+        finally:
+            self._lock.release()
+
+    def _trim(self, seq_lens: Int64) -> None:
+        """Unmap surplus, once the device has finished with it."""
+        surplus = self._surplus(seq_lens, cut=False)
+        if len(surplus):
             _wait_for(self._region.streams.record())
-            surplus = self._surplus(seq_lens, cut=False)
             self.num_trimmed += self._decommit(surplus)
             self._surplus(seq_lens, cut=True)
-        return True
 
     def _take_from(self, slot: int) -> int:
         """Unmap all that a deferred slot holds, once the device has finished with it; the number of page groups."""
@@ -196,46 +234,60 @@ class SlotMemory:
         """Put out of service what windows have passed; it is unmapped once the device has finished with it."""
         slots, events = self._slots, self._region.streams.record()
         for slot in np.flatnonzero((slots.arrays.passed < slots.arrays.low).any(axis=0)).tolist():
-            self._let_go(slot, slots.plan.passed_ranges(slots.arrays, slot), events)
+            self._let_go(slot, slots.plan.passed_ranges(slots.arrays, slot), events, is_passed=True)
 
-    def _let_go(self, slot: int, ranges: Int64, events: Sequence[DeviceEvent]) -> None:
+    def _let_go(self, slot: int, ranges: Int64, events: Sequence[DeviceEvent], *, is_passed: bool = False) -> None:
         self._region.withdraw(ranges)
-        self._leaving.append(_Leaving(slot, ranges, events))
+        self._leaving.append(_Leaving(slot, ranges, events, is_passed))
 
     def sweep(self) -> None:
         """Give back, or have given back, what the device has finished with."""
         graveyard.sweep()
-        if not self._leaving:
+        if not (self._leaving or self._unmapping):
             return
         self._collect()
         if not self._region.mapper_is_idle():
             return  # it may still be zeroing what is to go
-        ready = [leaving for leaving in self._leaving if leaving.job is None and _have_passed(leaving.events)]
-        if ready:
-            ranges = np.concatenate([leaving.ranges for leaving in ready])
-            job = self._region.space.decommit_later(ranges, forget_content=self._scrub)
-            end = 0
-            for leaving in ready:
-                end += len(leaving.ranges)
-                leaving.job, leaving.end = job, end
+        waiting = [leaving for leaving in self._leaving if leaving.job is None and _have_passed(leaving.events)]
+        for is_passed in (True, False):  # apart, as they are counted apart
+            ready = [leaving for leaving in waiting if leaving.is_passed == is_passed]
+            if ready:
+                self._unmap(ready, is_passed)
+
+    def _unmap(self, ready: list[_Leaving], is_passed: bool) -> None:
+        ranges = np.concatenate([leaving.ranges for leaving in ready])
+        job = self._region.space.decommit_later(ranges, forget_content=self._scrub)
+        self._unmapping.append((job, is_passed))
+        end = 0
+        for leaving in ready:
+            end += len(leaving.ranges)
+            leaving.job, leaving.end = job, end
 
     def _collect(self) -> None:
         """Take note of what the mapper has unmapped; what it could not, or was not let, is tried again."""
+        while self._unmapping and self._unmapping[0][0].is_done:
+            job, is_passed = self._unmapping.popleft()
+            self._count(job.num_page_groups, is_passed)
+            self.num_failed += job.has_failed
         leaving, self._leaving = self._leaving, []
         for one in leaving:
             if one.is_unmapped:
-                self._has_left(one, int(one.ranges[:, 1].sum()))
+                self._has_left(one)
                 continue
             if one.job is not None and one.job.is_done:
-                self.num_failed += one.job.has_failed
                 one.job = None
+            if one.job is None and one.is_passed and self._slots.arrays.state[one.slot] != SlotState.ACTIVE:
+                continue  # its request has ended, and gave up the rest of the layer group together with this
             self._leaving.append(one)
 
-    def _has_left(self, leaving: _Leaving, number: int) -> None:
-        if self._slots.arrays.state[leaving.slot] == SlotState.ACTIVE:
+    def _count(self, number: int, is_passed: bool) -> None:
+        if is_passed:
             self.num_passed += number
         else:
             self.num_reclaimed += number
+
+    def _has_left(self, leaving: _Leaving) -> None:
+        if not leaving.is_passed:
             self._slots.has_left(leaving.slot, leaving.ranges)
 
     # -- slots ------------------------------------------------------------------------------------------------------

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from enum import IntEnum
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import numpy as np
 import numpy.typing as npt
@@ -12,6 +12,9 @@ from vtensor.allocator.page_pool import PagePool
 from vtensor.allocator.words import LARGEST_SIZE_CLASS, RANGE_WORDS
 from vtensor.interrupts import interrupts_held
 from vtensor.kvcache.layout import CacheLayout
+
+if TYPE_CHECKING:
+    from vtensor.allocator.plan import SpaceArrays
 
 __all__ = ["SlotState", "SlotTable"]
 
@@ -68,6 +71,7 @@ class SlotTable:
             high=np.zeros(shape, np.int64),
             shared=np.zeros(shape, np.int64),
             extent=np.zeros(shape, np.int64),
+            asked=np.zeros(shape, np.int64),
             passed=np.zeros(shape, np.int64),
             groups=np.array(
                 [
@@ -99,6 +103,7 @@ class SlotTable:
             )
         self._freed_at = np.zeros(config.max_batch_size, np.int64)
         self._num_freed = 0
+        self._spare: int | None = None
 
     def in_state(self, state: SlotState) -> Int64:
         """Slots in a state, in ascending order."""
@@ -142,6 +147,9 @@ class SlotTable:
         """Give a slot to a new request, with the places that it holds."""
         self.arrays.state[slot] = SlotState.ACTIVE
         self.arrays.seq_lens[slot] = 0
+        self.arrays.asked[:, slot] = self.arrays.high[:, slot]
+        if slot == self._spare:
+            self._spare = None
 
     def defer(self, slot: int) -> Int64:
         """End a slot's request; it keeps its places, but where a window has passed the first of them.
@@ -169,12 +177,28 @@ class SlotTable:
         self._num_freed += 1
         self._freed_at[slot] = self._num_freed
 
+    def for_spare(self) -> int | None:
+        """The slot that waits as a spare one, or else one that is free, None where there is neither."""
+        if self._spare is not None and self.arrays.state[self._spare] == SlotState.DEFERRED:
+            return self._spare
+        free = self.in_state(SlotState.FREE)
+        return int(free[0]) if len(free) else None
+
     def spare(self, slot: int, tokens: int) -> Int64:
-        """Have an empty slot wait for a prompt of so many tokens; ranges of places to be mapped ahead for it."""
+        """Have a slot wait for a prompt of so many tokens; ranges of places that are to be mapped ahead for it."""
         ranges = self.plan.spare_ranges(self.arrays, slot, tokens, True)
         self._set_freed(slot)
         self.arrays.state[slot] = SlotState.DEFERRED
+        self._spare = slot
         return ranges  # type: ignore[no-any-return]
+
+    def check_spare(self, space: SpaceArrays) -> None:
+        """Note how far the spare slot is mapped, if not all that was to be mapped ahead is there."""
+        slot = self._spare
+        if slot is not None and self.arrays.state[slot] == SlotState.DEFERRED:
+            self.plan.recede(self.arrays, space, slot)
+            if not self.arrays.extent[:, slot].any():
+                self.arrays.state[slot] = SlotState.FREE
 
     def median_prompt(self) -> int:
         """The median length of the last prompts, 0 where none is known."""
