@@ -6,17 +6,20 @@ import os
 import threading
 import weakref
 from collections.abc import Callable
+from contextlib import suppress
 from typing import TYPE_CHECKING, Any
 
 import numpy as np
 import numpy.typing as npt
 
 from vtensor.allocator.driver import Call
-from vtensor.allocator.mapper import Job, JobWords, get_mapper
+from vtensor.allocator.mapper import Job, JobWords, finish_mapper, get_mapper
 from vtensor.allocator.page_pool import PagePool
 from vtensor.allocator.reservation import Reservation
 from vtensor.allocator.words import (
+    CLASS_SHIFT,
     CODE,
+    EMPTY,
     END_MAPPED,
     FAILED_CALL,
     FIRST_MAPPED,
@@ -28,8 +31,11 @@ from vtensor.allocator.words import (
     OUTCOME_WORDS,
     PARTIAL,
     RANGE_WORDS,
+    SHARED,
     SHORTFALL,
     SPACE_HEADER_WORDS,
+    TAKEN,
+    ZEROS,
 )
 from vtensor.errors import ClosedError, OutOfPagesError, ReservationError, VTensorError
 from vtensor.interrupts import interrupts_held
@@ -101,6 +107,7 @@ class AddressSpace(Unpicklable):
             nothing, outcome = _as_rows(np.zeros((0, 2), np.int64)), np.zeros(OUTCOME_WORDS, np.int64)
             with interrupts_held():
                 plan.are_within(self.num_places, nothing)
+                plan.count_missing(self.arrays, nothing)
                 plan.commit(pool.arrays, self.arrays, nothing, False, 0, outcome)
                 plan.withdraw(pool.arrays, self.arrays, nothing)
                 plan.decommit(pool.arrays, self.arrays, nothing, False, outcome)
@@ -176,6 +183,7 @@ class AddressSpace(Unpicklable):
         Waits for a commit that another thread is at: a place counts as mapped once it is also zeroed, in the order of
         that commit's stream.
         """
+        self.pool.driver.check_process()  # before the lock, which a thread of the parent may have held
         with self._lock:
             return int(self._plan.count_missing(self.arrays, ranges))
 
@@ -211,12 +219,18 @@ class AddressSpace(Unpicklable):
         ------
         Shortage
             Not enough page groups; nothing was changed.
+        ValueError
+            A place that was withdrawn is an alias. Or there is no mark: data of nobody could be shown to everybody.
         DriverError
-            Another failure of the driver; nothing was changed, unless the message says so.
+            Another failure of the driver; nothing was changed, unless the message says so. What had been mapped ahead
+            may have to be mapped again.
         """
+        self.pool.driver.check_process()
         with self._lock, interrupts_held():
             self.check_open()
             self._check_ranges(ranges)
+            if content <= ZEROS and ranges.shape[1] != RANGE_WORDS:
+                raise ValueError(f"content={content} must be a mark of the pool's (see PagePool.new_content)")
             outcome = np.zeros(OUTCOME_WORDS, np.int64)
             rows = _as_rows(ranges, content)
             driver = self.pool.driver
@@ -224,13 +238,17 @@ class AddressSpace(Unpicklable):
                 runs = self._plan.commit(self.pool.arrays, self.arrays, rows, False, stream, outcome)
             if outcome[SHORTFALL]:
                 raise Shortage(int(outcome[SHORTFALL]))
+            if outcome[CODE] == SHARED:
+                raise ValueError(f"an alias of {self!r} was withdrawn, and cannot come back; decommit its place first")
             try:
                 _check_outcome(self.pool, outcome)
                 if on_mapped is not None and len(runs):
                     on_mapped(outcome)
-            except BaseException:  # what may hold somebody else's data must not stay
+            except BaseException:  # what may hold somebody else's data must not stay, not even a part of a handle
                 if len(runs):
+                    self._plan.withdraw(self.pool.arrays, self.arrays, runs)
                     driver.finish(stream)
+                    finish_mapper(driver)
                     self.decommit(runs, forget_content=True)
                 raise
             return int(outcome[NUM_CHANGED])
@@ -246,13 +264,14 @@ class AddressSpace(Unpicklable):
         ranges : ndarray of int64, shape [n, 4]
             As for `commit`.
         """
-        with self._lock:
+        with self._lock, interrupts_held():  # a job that is not noted would not be waited for
             self.check_open()
             self._check_ranges(ranges)
-            return self._note(get_mapper(self.pool.driver).map_ahead(self._job_words, ranges))
+            return self._note(get_mapper(self.pool.driver).map_ahead(self._job_words, _as_rows(ranges)))
 
     def withdraw(self, ranges: Ranges) -> None:
         """Take places in ranges out of service, as if they were mapped ahead only."""
+        self.pool.driver.check_process()
         with self._lock:
             self.check_open()
             self._check_ranges(ranges)
@@ -260,15 +279,16 @@ class AddressSpace(Unpicklable):
 
     def decommit_later(self, ranges: Ranges, *, forget_content: bool) -> Job:
         """Have the mapper decommit ranges, each by itself, with which the device has finished."""
-        with self._lock:
+        self.pool.driver.check_process()
+        with self._lock, interrupts_held():
             self.check_open()
             self._check_ranges(ranges)
             rows = _as_rows(ranges)
             return self._note(get_mapper(self.pool.driver).unmap(self._job_words, rows, forget_content=forget_content))
 
     def _note(self, job: Job) -> Job:
-        self._jobs[:] = [known for known in self._jobs if not known.is_done]
         self._jobs.append(job)
+        _forget_ended(self._jobs)
         return job
 
     @property
@@ -277,7 +297,14 @@ class AddressSpace(Unpicklable):
         return all(job.is_done for job in list(self._jobs))
 
     def settle(self, *, cancel: bool = False) -> None:
-        """Wait until the mapper is at nothing of this space; `cancel` has it leave undone what it has not begun."""
+        """Wait until the mapper is at nothing of this space; `cancel` has it leave undone what it has not begun.
+
+        Raises
+        ------
+        ForkedError
+            In a forked child, where no mapper ever comes to what the parent asked for.
+        """
+        self.pool.driver.check_process()
         _end_jobs(self._jobs, cancel=cancel)
 
     def decommit(self, ranges: Ranges, *, forget_content: bool) -> int:
@@ -300,6 +327,7 @@ class AddressSpace(Unpicklable):
         DriverError
             The driver refused; nothing was changed, unless the message says so.
         """
+        self.pool.driver.check_process()
         with self._lock, interrupts_held():
             self.check_open()
             self._check_ranges(ranges)
@@ -328,14 +356,14 @@ class AddressSpace(Unpicklable):
             target_range, source_range = (np.array([[start, count]], np.int64) for start in (first, source_first))
             self._check_ranges(target_range)
             source._check_ranges(source_range)
-            if bool(self.arrays.table[first : first + count].any()):
-                raise ValueError(f"places {first}..{first + count} already hold page groups; decommit them first")
-            if source.count_missing(source_range):
-                raise ValueError(f"places {source_first}..{source_first + count} of the source are not all committed")
             outcome = np.zeros(OUTCOME_WORDS, np.int64)
             self._plan.alias(
                 self.pool.arrays, self.arrays, first, source.arrays, source_first, count, writable, outcome
             )
+            if outcome[CODE] == TAKEN:
+                raise ValueError(f"places {first}..{first + count} already hold page groups; decommit them first")
+            if outcome[CODE] == EMPTY:
+                raise ValueError(f"places {source_first}..{source_first + count} of the source are not all committed")
             if outcome[CODE] == PARTIAL:
                 raise ValueError(
                     f"places {source_first}..{source_first + count} of the source hold a handle of several page groups "
@@ -359,7 +387,16 @@ class AddressSpace(Unpicklable):
             held, ahead = int(np.count_nonzero(self.arrays.table)), int(np.count_nonzero(self.arrays.table < 0))
             if held != self.num_mapped or ahead != self.num_ahead:
                 raise VTensorError(f"{self!r}: the table holds {held} page groups, {ahead} of them ahead")
+            if self._has_torn_handle():
+                raise VTensorError(f"{self!r}: the table holds a handle that is not in one piece")
         self.pool.check_integrity()
+
+    def _has_torn_handle(self) -> bool:
+        header, shift = self.arrays.header, self.pool.arrays.constants[CLASS_SHIFT]
+        groups = np.abs(self.arrays.table[int(header[FIRST_MAPPED]) : int(header[END_MAPPED])]) - 1
+        offsets = np.where(groups >= 0, groups & ((1 << np.maximum(groups >> shift, 0)) - 1), 0)
+        follows = np.append(False, groups[1:] == groups[:-1] + 1)[: len(groups)]
+        return bool((~follows & (offsets > 0)).any())
 
     def _check_ranges(self, ranges: Ranges) -> None:
         if not self._plan.are_within(self.num_places, ranges):
@@ -386,11 +423,19 @@ def _as_rows(ranges: Ranges, content: int = 0) -> Ranges:
 
 def _end_jobs(jobs: list[Job], *, cancel: bool) -> None:
     """Wait for jobs of the mapper, and forget them."""
+    for job in list(jobs) if cancel else ():
+        job.cancel()  # all, before the first has ended and the next one begins
     for job in list(jobs):
-        if cancel:
-            job.cancel()
         job.wait()
-    jobs[:] = [job for job in jobs if not job.is_done]
+    _forget_ended(jobs)
+
+
+def _forget_ended(jobs: list[Job]) -> None:
+    """Take jobs that have ended out of a list, one by one: other threads may add to it, or do the same, meanwhile."""
+    for job in list(jobs):
+        if job.is_done:
+            with suppress(ValueError):
+                jobs.remove(job)
 
 
 def _take_down(pool: PagePool, arrays: SpaceArrays, reservation: Reservation, jobs: list[Job]) -> None:
@@ -399,7 +444,7 @@ def _take_down(pool: PagePool, arrays: SpaceArrays, reservation: Reservation, jo
 
     _end_jobs(jobs, cancel=True)
     if arrays.header[NUM_AHEAD]:
-        pool.driver.finish(get_mapper(pool.driver).stream)  # it may still be zeroing
+        finish_mapper(pool.driver)  # it may still be zeroing
     if arrays.header[NUM_MAPPED]:
         outcome = np.zeros(OUTCOME_WORDS, np.int64)
         first, end = int(arrays.header[FIRST_MAPPED]), int(arrays.header[END_MAPPED])

@@ -34,12 +34,14 @@ from vtensor.allocator.words import (
     FRESH_IS_ZERO,
     NEXT_GROUP,
     NUM_CALLS,
+    NUM_CHANGED,
     NUM_FREE,
     NUM_FREE_HANDLES,
     NUM_TOTAL,
     NUM_VACANT_HANDLES,
     PAGE_GROUP_BYTES,
     PROPERTIES,
+    STUCK_CONTENT,
     TURN,
     UNKNOWN_CONTENT,
     ZEROS,
@@ -181,10 +183,11 @@ def give_back(pool: PoolArrays, heads: Int32) -> None:
 
 
 @compiled
-def release_free(pool: PoolArrays) -> int:
-    """Give all free handles back to the device; the first error code. Takes a turn."""
+def release_free(pool: PoolArrays, outcome: Int64) -> None:
+    """Give all free handles back to the device. Takes a turn. The outcome tells of the first one that failed."""
     take_turn(pool)
-    first_error = SUCCESS
+    outcome[:] = 0
+    total_before = pool.header[NUM_TOTAL]
     for size_class in range(len(pool.classes) // CLASS_WORDS):
         start = size_class << pool.constants[CLASS_SHIFT]
         number = pool.classes[size_class * CLASS_WORDS + NUM_FREE_HANDLES]
@@ -193,10 +196,10 @@ def release_free(pool: PoolArrays) -> int:
         pool.header[NUM_FREE] -= number << size_class
         for head in heads:
             code = _destroy(pool, head)
-            if code != SUCCESS and first_error == SUCCESS:
-                first_error = code
+            if code != SUCCESS and outcome[CODE] == SUCCESS:
+                outcome[FAILED_CALL], outcome[CODE] = _RELEASE, code
+    outcome[NUM_CHANGED] = total_before - pool.header[NUM_TOTAL]
     end_turn(pool)
-    return first_error
 
 
 @compiled
@@ -271,7 +274,7 @@ def undo_take(pool: PoolArrays, heads: Int32, is_new: npt.NDArray[np.bool_], is_
     """Free handles that were free before, and release those that were made; those that are stuck may hold anything."""
     for index in range(len(heads) - 1, -1, -1):
         if is_stuck[index]:
-            pool.content[heads[index]] = UNKNOWN_CONTENT
+            pool.content[heads[index]] = STUCK_CONTENT
         elif is_new[index]:
             _destroy(pool, heads[index])
         else:

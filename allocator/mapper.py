@@ -11,6 +11,7 @@ from __future__ import annotations
 import atexit
 import os
 import threading
+from contextlib import suppress
 from typing import TYPE_CHECKING, Any
 
 import numpy as np
@@ -18,12 +19,13 @@ import numpy.typing as npt
 
 from vtensor.allocator.driver import Driver
 from vtensor.allocator.words import CODE, SHORTFALL
+from vtensor.errors import DriverError
 
 if TYPE_CHECKING:
     from vtensor.allocator.page_pool import PagePool
     from vtensor.allocator.plan import SpaceArrays
 
-__all__ = ["Job", "JobWords", "Mapper", "get_mapper"]
+__all__ = ["Job", "JobWords", "Mapper", "finish_mapper", "get_mapper"]
 
 Int64 = npt.NDArray[np.int64]
 
@@ -55,9 +57,9 @@ class Job:
     def __init__(self, mapper: Mapper, kind: int, template: JobWords, ranges: Int64) -> None:
         native = mapper.native
         self._mapper = mapper
-        self._template = template
+        self._template: JobWords | None = template  # let go at the end: it keeps the pool alive
         self._is_done = False
-        self.ranges = np.ascontiguousarray(ranges)
+        self.ranges = np.array(ranges, order="C")  # a copy, which nobody changes meanwhile
         self.words = template.words.copy()
         self.words[native.KIND] = kind
         self.words[native.RANGES], self.words[native.NUM_RANGES] = self.ranges.ctypes.data, len(self.ranges)
@@ -65,9 +67,13 @@ class Job:
     @property
     def is_done(self) -> bool:
         """Whether it has ended, by whatever way."""
-        if not self._is_done and self.words[0]:  # looked at again under the mutex, so that the rest can be read, too
-            self._is_done = bool(self._mapper.native.is_done(self._mapper.queue, self.words))
+        # A flag that is up is looked at again under the mutex, so that the rest can be read, too.
+        if not self._is_done and self.words[0] and self._mapper.native.is_done(self._mapper.queue, self.words):
+            self._note_end()
         return self._is_done
+
+    def _note_end(self) -> None:
+        self._is_done, self._template = True, None
 
     @property
     def num_done(self) -> int:
@@ -92,6 +98,7 @@ class Job:
     def wait(self) -> None:
         """Wait until it has ended."""
         self._mapper.native.wait(self._mapper.queue, self.words)
+        self._note_end()
 
 
 class Mapper:
@@ -109,8 +116,13 @@ class Mapper:
         self._jobs: list[Job] = []  # not yet known to have ended: the thread has their addresses only
         self._lock = threading.RLock()
         self._driver = driver
+        self._error: BaseException | None = None
         self._thread = threading.Thread(target=self._run, name=f"vtensor mapper {driver.device}", daemon=True)
+        self._started = threading.Event()
         self._thread.start()
+        self._started.wait()
+        if self._error is not None:
+            raise DriverError("a mapper's thread", "did not start", repr(self._error)) from self._error
         # The code that it runs must not be unloaded under it.
         atexit.register(self._stop, os.getpid())
         job = np.zeros(mapper_native.JOB_WORDS, np.int64)  # nothing, but it loads all that is compiled
@@ -120,8 +132,16 @@ class Mapper:
         mapper_native.is_done(self.queue, job)
 
     def _run(self) -> None:
-        with self._driver.background_thread():
-            self.native.serve(self.queue)
+        try:
+            with self._driver.background_thread():
+                self._started.set()
+                self.native.serve(self.queue)
+        except BaseException as error:  # nobody must wait for a thread that is no more
+            self._error = error
+            self.native.stop(self.queue)
+            self._started.set()
+            with suppress(BaseException):
+                self.native.serve(self.queue)  # ends what is queued
 
     def _stop(self, process_id: int) -> None:
         if os.getpid() == process_id:
@@ -159,6 +179,13 @@ def get_mapper(driver: Driver) -> Mapper:
         with _lock:
             mapper = _mappers.get(driver.device) or _mappers.setdefault(driver.device, Mapper(driver))
     return mapper
+
+
+def finish_mapper(driver: Driver) -> None:
+    """Wait until the mapper of a device, if it has one, has zeroed what it mapped."""
+    mapper = _mappers.get(driver.device)
+    if mapper is not None:
+        driver.finish(mapper.stream)
 
 
 def _forget() -> None:

@@ -70,12 +70,12 @@ def submit(queue: Int64, job: Int64) -> None:
     """Hand a job over. Waits while the ring is full. One that comes after `stop` ends at once."""
     address = queue.ctypes.data
     lock(address)
+    while queue[_TAIL] - queue[_HEAD] == _RING_LENGTH and queue[_STOPPED] == 0:
+        _wait_for(address + _SERVED * 8, address)
     if queue[_STOPPED] != 0:
         job[_IS_DONE] = 1
         unlock(address)
         return
-    while queue[_TAIL] - queue[_HEAD] == _RING_LENGTH:
-        _wait_for(address + _SERVED * 8, address)
     queue[_RING + queue[_TAIL] % _RING_LENGTH] = job.ctypes.data
     queue[_TAIL] += 1
     unlock(address)

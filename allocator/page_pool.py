@@ -28,6 +28,7 @@ __all__ = ["PagePool", "PagePoolStats"]
 
 _DEFAULT_SIZE_CLASSES = 6
 _MOST_SIZE_CLASSES = 16
+_MOST_PAGE_GROUPS = 1 << 30  # their numbers have 31 bits
 
 
 class MappingOwner(Protocol):
@@ -112,14 +113,15 @@ class PagePool(Unpicklable):
         self.max_size_class_bytes = _checked_size_class(max_size_class_bytes, self.page_group_bytes)
         self.capacity_bytes = capacity_bytes
         self.closed = False
-        from vtensor.allocator import handles
+        with interrupts_held():  # an import that was cut off could not be repeated
+            from vtensor.allocator import handles
 
         self._native: Any = handles
         self._lock = threading.RLock()
         self._spaces: weakref.WeakSet[MappingOwner] = weakref.WeakSet()
         self._holders: weakref.WeakSet[MemoryHolder] = weakref.WeakSet()
         self._next_content = 1
-        limit = self.driver.memory_info()[1] // self.page_group_bytes + 1
+        limit = min(self.driver.memory_info()[1] // self.page_group_bytes + 1, _MOST_PAGE_GROUPS)
         if capacity_bytes is not None:
             if (
                 isinstance(capacity_bytes, bool)
@@ -132,12 +134,13 @@ class PagePool(Unpicklable):
                 )
             limit = min(limit, capacity_bytes // self.page_group_bytes)
         peers = _checked_peers(peer_devices, self.driver.device)
+        self.peer_devices = tuple(torch.device("cuda", index) for index in peers)
         # What the pool's constants hold the addresses of.
         self._access = [self.driver.access_to(peers, writable=writable) for writable in (True, False)]
         self.arrays = _new_arrays(self, limit)
         self.is_retired = False
         with interrupts_held():  # an interrupt while LLVM loads code may crash the process
-            handles.release_free(self.arrays)  # nothing yet, but loaded: a finalizer is no place to compile in
+            _release_free(handles, self.arrays)  # nothing yet, but loaded: a finalizer is no place to compile in
         # A pool that nobody closes gives its memory back when it dies; at exit the process does that.
         self._finalizer = weakref.finalize(self, _release_all, handles, self.arrays, os.getpid())
         self._finalizer.atexit = False
@@ -208,15 +211,15 @@ class PagePool(Unpicklable):
         """
         with self._lock:
             self.check_open()
-            before = int(self.arrays.header[words.NUM_TOTAL])
-            code = self._native.release_free(self.arrays)
-            self.driver.check(Call.RELEASE, int(code), "free page groups")
-            return (before - int(self.arrays.header[words.NUM_TOTAL])) * self.page_group_bytes
+            outcome = _release_free(self._native, self.arrays)
+            self.driver.check(Call.RELEASE, int(outcome[words.CODE]), "free page groups")
+            return int(outcome[words.NUM_CHANGED]) * self.page_group_bytes
 
     def retire(self) -> None:
         """Give free page groups back to the device, now and whenever more become free."""
         self.is_retired = True
-        self.trim()
+        if not self.closed:
+            self.trim()
 
     @property
     def keeps_free_page_groups(self) -> bool:
@@ -262,6 +265,8 @@ class PagePool(Unpicklable):
     def check_integrity(self) -> None:
         """Compare the books: every handle is free once, or mapped as often as the address spaces say.
 
+        While no other thread changes them: otherwise it may find fault with what is under way.
+
         Raises
         ------
         VTensorError
@@ -290,6 +295,8 @@ class PagePool(Unpicklable):
             if self.closed:
                 return
             self.check_open()
+            for space in list(self._spaces):
+                space.settle()
             mapped = self.stats().mapped_page_groups
             if mapped:
                 raise VTensorError(
@@ -300,10 +307,17 @@ class PagePool(Unpicklable):
             self.closed = True
 
 
+def _release_free(native: Any, arrays: PoolArrays) -> npt.NDArray[np.int64]:
+    """Give all free page groups back to the device; what became of that."""
+    outcome = np.zeros(words.OUTCOME_WORDS, np.int64)
+    native.release_free(arrays, outcome)
+    return outcome
+
+
 def _release_all(native: Any, arrays: PoolArrays, process_id: int) -> None:
     if os.getpid() == process_id:  # a forked child must not touch the parent's memory
         with interrupts_held():
-            native.release_free(arrays)
+            _release_free(native, arrays)
 
 
 def _find_problems(arrays: PoolArrays, mapped: npt.NDArray[np.int32]) -> list[str]:
@@ -325,15 +339,18 @@ def _find_problems(arrays: PoolArrays, mapped: npt.NDArray[np.int32]) -> list[st
         start, size = size_class * class_range, 1 << size_class
         number = block[words.NEXT_GROUP] // size
         free = arrays.free[start : start + block[words.NUM_FREE_HANDLES]]
-        num_vacant = block[words.NUM_VACANT_HANDLES]
+        vacant = arrays.vacant[start : start + block[words.NUM_VACANT_HANDLES]]
         known = arrays.num_mappings[start : start + block[words.NEXT_GROUP] : size]
-        counted = np.bincount((heads[heads // class_range == size_class] - start) // size, minlength=number)
+        of_class = heads[heads // class_range == size_class]
+        counted = np.bincount((of_class - start) // size, minlength=number)
+        everywhere = np.sort(np.concatenate([free, vacant, start + size * np.flatnonzero(known > 0)]))
+        check((size_classes == size_class).sum() != len(of_class) * size, "a handle is mapped in part")
         check(len(np.unique(free)) != len(free), "a page group is free twice")
         check(arrays.num_mappings[free].any(), "a free page group is mapped")
-        check(len(free) + num_vacant + int((known > 0).sum()) != number, "free + mapped + vacant != all")
+        check(not np.array_equal(everywhere, start + size * np.arange(number)), "free + mapped + vacant != all")
         check(not np.array_equal(counted, known), "mappings counted by the pool and by its spaces differ")
         num_free += len(free) * size
-        num_total += (number - num_vacant) * size
+        num_total += (number - len(vacant)) * size
     check(num_total != int(header[words.NUM_TOTAL]), "the total is wrong")
     check(num_free != int(header[words.NUM_FREE]), "the number of free page groups is wrong")
     return sorted(problems)
@@ -384,8 +401,9 @@ def _new_arrays(pool: PagePool, limit: int) -> PoolArrays:
     driver = pool.driver
     num_classes = (pool.max_size_class_bytes // pool.page_group_bytes).bit_length()
     class_shift = max((limit - 1).bit_length(), num_classes - 1)
-    while num_classes > 1 and num_classes << class_shift >= 1 << 31:
-        num_classes -= 1  # page groups are numbered with 31 bits
+    while num_classes > 1 and num_classes << class_shift >= 2 * _MOST_PAGE_GROUPS:
+        num_classes -= 1
+    pool.max_size_class_bytes = pool.page_group_bytes << (num_classes - 1)
     length = num_classes << class_shift
     header = np.zeros(words.HEADER_WORDS, np.int64)
     header[words.CAPACITY] = limit

@@ -3,10 +3,12 @@
 A **plan** puts page groups below ranges of places, or takes them away, by whole handles (see `handles`). It is carried
 out run by run, a run being neighbouring places; when a driver call fails, what was done is undone in reverse order, so
 that a plan either holds completely or leaves everything as it was. An undo that fails too leaves its places **stuck**:
-they stay on the books as they really are, and the caller is told. The ranges of one call do not overlap.
+they stay on the books, mapped and out of service, and the caller is told; a later commit opens and zeroes them. The
+ranges of one call do not overlap.
 
 A place may be mapped **ahead** of need: there is memory below it, but it is not in service, and counts as missing for
-everybody but a later commit, which finds it ready and only has to turn the sign of its entry in the table.
+everybody but a later commit, which finds it ready and only has to turn the sign of its entry in the table. A place that
+was withdrawn is such a place; but an alias cannot come back into service, for what it shows is not its own.
 """
 
 from __future__ import annotations
@@ -36,6 +38,7 @@ from vtensor.allocator.words import (
     CODE,
     CONTENT,
     COUNT,
+    EMPTY,
     END_MAPPED,
     FAILED_CALL,
     FIRST,
@@ -54,7 +57,10 @@ from vtensor.allocator.words import (
     PARTIAL,
     READ_ONLY,
     READ_WRITE,
+    SHARED,
     SHORTFALL,
+    STUCK_CONTENT,
+    TAKEN,
     UNKNOWN_CONTENT,
     ZERO_CALLS,
     ZEROS,
@@ -93,13 +99,23 @@ def _unmap_run(pool: PoolArrays, space: SpaceArrays, first: int, count: int) -> 
 
 
 @compiled
+def _open_run(pool: PoolArrays, space: SpaceArrays, first: int, count: int, read_only: bool) -> int:
+    size = pool.constants[PAGE_GROUP_BYTES]
+    access = pool.constants[READ_ONLY] if read_only else pool.constants[READ_WRITE]
+    pool.header[NUM_CALLS + _SET_ACCESS] += 1
+    return call(  # type: ignore[no-any-return]
+        pool.entry_points[_SET_ACCESS], (space.base + first * size, count * size, access, pool.constants[NUM_ACCESS])
+    )
+
+
+@compiled
 def _map_run(
     pool: PoolArrays, space: SpaceArrays, first: int, heads: Int32, read_only: bool, sign: int, outcome: Int64
 ) -> int:
     """Map handles at neighbouring places, open them, and enter them into the table.
 
     Returns `_ALL_MAPPED`. After a failure, which the outcome names, it returns how many of the first are stuck: those
-    are mapped and in the table, but not open; normally there are none.
+    are mapped and in the table, out of service, but not open; normally there are none.
     """
     shift = pool.constants[CLASS_SHIFT]
     size = pool.constants[PAGE_GROUP_BYTES]
@@ -116,16 +132,16 @@ def _map_run(
         done_bytes += handle_bytes
     if code == SUCCESS:
         failed = _SET_ACCESS
-        pool.header[NUM_CALLS + _SET_ACCESS] += 1
-        access = pool.constants[READ_ONLY] if read_only else pool.constants[READ_WRITE]
-        code = call(pool.entry_points[_SET_ACCESS], (address, done_bytes, access, pool.constants[NUM_ACCESS]))
+        code = _open_run(pool, space, first, done_bytes // size, read_only)
         if code == SUCCESS:
             _record(pool, space, first, heads, read_only, sign)
             return _ALL_MAPPED
     outcome[FAILED_CALL], outcome[CODE] = failed, code
     if done == 0 or _unmap_run(pool, space, first, done_bytes // size) == SUCCESS:
         return 0
-    _record(pool, space, first, heads[:done], read_only, sign)
+    _record(pool, space, first, heads[:done], read_only, -1)
+    for head in heads[:done]:
+        pool.content[head] = STUCK_CONTENT
     return done
 
 
@@ -185,6 +201,8 @@ def _restore_run(pool: PoolArrays, space: SpaceArrays, first: int, count: int, o
                     space.table[first + index] *= -1
                     space.header[NUM_AHEAD] += 1
         else:
+            for head in heads[num_stuck:]:  # its owner may have wanted it forgotten
+                pool.content[head] = UNKNOWN_CONTENT
             give_back(pool, heads[num_stuck:])
             failed += count
         first += count
@@ -247,6 +265,7 @@ def commit(pool: PoolArrays, space: SpaceArrays, ranges: Int64, is_ahead: bool, 
 def _commit(pool: PoolArrays, space: SpaceArrays, ranges: Int64, is_ahead: bool, stream: int, outcome: Int64) -> Int64:
     outcome[:] = 0
     nothing = np.empty((0, 2), np.int64)
+    shift = pool.constants[CLASS_SHIFT]
     wanted, num_ready = 0, 0
     for row in range(len(ranges)):
         for place in range(ranges[row, FIRST], ranges[row, FIRST] + ranges[row, COUNT]):
@@ -254,6 +273,9 @@ def _commit(pool: PoolArrays, space: SpaceArrays, ranges: Int64, is_ahead: bool,
                 wanted += 1
             elif space.table[place] < 0:
                 num_ready += 1
+                if space.read_only[place] or pool.num_mappings[head_of(shift, -space.table[place] - 1)] > 1:
+                    outcome[CODE] = SHARED
+                    return nothing
     if wanted > num_available(pool):
         outcome[SHORTFALL] = wanted - num_available(pool)
         return nothing
@@ -300,10 +322,7 @@ def _map_missing(pool: PoolArrays, space: SpaceArrays, ranges: Int64, wanted: in
                     is_stuck[start:stop] = True
             for index in range(number):
                 if is_stuck[index]:
-                    size = 1 << size_class_of(shift, heads[index])
-                    space.table[places[index] : places[index] + size] *= -1
-                    space.header[NUM_AHEAD] -= size
-                    outcome[NUM_STUCK] += size
+                    outcome[NUM_STUCK] += 1 << size_class_of(shift, heads[index])
             undo_take(pool, heads, is_new, is_stuck)
             return False
     return True
@@ -387,33 +406,45 @@ def _enter_service(space: SpaceArrays, runs: Int64) -> None:
 
 @compiled
 def _zero_dirty(pool: PoolArrays, space: SpaceArrays, ranges: Int64, stream: int, outcome: Int64) -> bool:
-    """Zero the handles below places mapped ahead that may hold data of others; False after an error."""
+    """Zero the handles below places mapped ahead that may hold data of others; False after an error.
+
+    Where part of a handle is in service already, with data of another mark, only the rest is zeroed.
+    """
     shift = pool.constants[CLASS_SHIFT]
     size = pool.constants[PAGE_GROUP_BYTES]
     for row in range(len(ranges)):
         place, end, mark = ranges[row, FIRST], ranges[row, FIRST] + ranges[row, COUNT], ranges[row, CONTENT]
         first = last = place  # dirty handles side by side, zeroed with one call
         while True:
-            is_dirty, start, stop = False, place, place + 1
+            is_dirty, head, start, stop = False, -1, place, place + 1
+            call_made, code, new_mark = _ZERO, SUCCESS, mark
             if place < end and space.table[place] < 0:
                 group = -space.table[place] - 1
                 head = head_of(shift, group)
                 start = place - (group - head)  # the handle may begin before the range, and end after it
                 stop = start + (1 << size_class_of(shift, head))
                 is_dirty = pool.content[head] not in (mark, ZEROS)
-                pool.content[head] = mark
-            if last > first and not (is_dirty and start == last):
+                if pool.content[head] == STUCK_CONTENT:
+                    call_made, code = _SET_ACCESS, _open_run(pool, space, start, stop - start, False)
+                if is_dirty and (space.table[start:stop] > _NOTHING).any():
+                    limit = min(stop, end)
+                    start, stop, new_mark = place, place + 1, UNKNOWN_CONTENT
+                    while stop < limit and space.table[stop] < 0:
+                        stop += 1
+            if code == SUCCESS and last > first and not (is_dirty and start == last):
                 pool.header[NUM_CALLS + _ZERO] += 1
                 outcome[NUM_ZEROED] += 1
+                call_made = _ZERO
                 code = call(pool.entry_points[_ZERO], (space.base + first * size, 0, (last - first) * size, stream))
-                if code != SUCCESS:
-                    for bad in range(first, last):
-                        pool.content[head_of(shift, abs(space.table[bad]) - 1)] = UNKNOWN_CONTENT
-                    if place < end and is_dirty:
-                        pool.content[head_of(shift, abs(space.table[start]) - 1)] = UNKNOWN_CONTENT
-                    outcome[FAILED_CALL], outcome[CODE] = _ZERO, code
-                    return False
-                first = last
+                if code == SUCCESS:
+                    first = last
+            if code != SUCCESS:
+                for bad in range(first, last):
+                    pool.content[head_of(shift, abs(space.table[bad]) - 1)] = UNKNOWN_CONTENT
+                outcome[FAILED_CALL], outcome[CODE] = call_made, code
+                return False
+            if head >= 0:
+                pool.content[head] = new_mark
             if is_dirty:
                 first = start if last == first else first
                 last = stop
@@ -482,7 +513,8 @@ def alias(
 ) -> None:
     """Map the handles of one range of places at another as well. Takes a turn.
 
-    The target places are empty, the source places are in service. A range that cuts through a handle is `PARTIAL`.
+    Otherwise the code says that a target place is `TAKEN`, a source place is `EMPTY` or out of service, or the range
+    cuts through a handle (`PARTIAL`).
     """
     take_turn(pool)
     _alias(pool, space, first, source, source_first, count, writable, outcome)
@@ -502,6 +534,12 @@ def _alias(
 ) -> None:
     shift = pool.constants[CLASS_SHIFT]
     outcome[:] = 0
+    if (space.table[first : first + count] != _NOTHING).any():
+        outcome[CODE] = TAKEN
+        return
+    if (source.table[source_first : source_first + count] <= _NOTHING).any():
+        outcome[CODE] = EMPTY
+        return
     heads, number, place = np.empty(count, np.int32), 0, source_first
     while place < source_first + count:
         group = source.table[place] - 1

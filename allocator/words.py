@@ -7,7 +7,9 @@ from __future__ import annotations
 # zeroed memory in it, and all such calls of the pool so far.
 NUM_CHANGED, SHORTFALL, FAILED_CALL, CODE, NUM_STUCK, NUM_READY, NUM_ZEROED, ZERO_CALLS = 0, 1, 2, 3, 4, 5, 6, 7
 OUTCOME_WORDS = 8
-PARTIAL = -1  # a code: a range cuts through a handle
+# Codes that are no driver's: a range cuts through a handle, a place that is to be empty is not, one that is to be in
+# service is not, a place that was withdrawn is an alias.
+PARTIAL, TAKEN, EMPTY, SHARED = -1, -2, -3, -4
 
 # A row of ranges: first place, number of places, and for commits the mark of the data that goes there and the largest
 # size class to use.
@@ -27,5 +29,6 @@ NUM_FREE_HANDLES, NUM_VACANT_HANDLES, NEXT_GROUP, CLASS_WORDS = 0, 1, 2, 4
 PROPERTIES, READ_WRITE, READ_ONLY, NUM_ACCESS, PAGE_GROUP_BYTES, FRESH_IS_ZERO, CLASS_SHIFT = 0, 1, 2, 3, 4, 5, 6
 NUM_CONSTANTS = 8
 
-# What a handle holds: zeros, something unknown, or (positive) data of the user who gave that mark.
-ZEROS, UNKNOWN_CONTENT = 0, -1
+# What a handle holds: zeros, something unknown, the same below places that have to be opened first, or (positive) data
+# of the user who gave that mark.
+ZEROS, UNKNOWN_CONTENT, STUCK_CONTENT = 0, -1, -2

@@ -1,46 +1,58 @@
-"""Interrupts: Ctrl-C comes after a change of the books, not in the middle of it."""
+"""Interrupts: Ctrl-C and its like come after a change of the books, not in the middle of it."""
 
 from __future__ import annotations
 
 import _signal  # type: ignore[import-not-found]  # the signal module wraps it in enumerations, at 4 us a call
 import threading
+from collections.abc import Callable
 from types import TracebackType
+from typing import Any
 
 __all__ = ["interrupts_held"]
 
-_SIGINT = int(_signal.SIGINT)
+# What programs are usually interrupted with. A handler of Python's may raise between any two instructions.
+_SIGNALS = tuple(int(number) for number in (_signal.SIGINT, _signal.SIGTERM, _signal.SIGALRM))
 _is_held = False  # changed by the main thread only
 
 
 class interrupts_held:
-    """Hold back SIGINT until the end of the block, for steps between which the books do not balance.
+    """Hold back SIGINT, SIGTERM and SIGALRM until the end of the block, where the books do not balance within it.
 
-    Python raises KeyboardInterrupt between any two instructions of the main thread, most likely right after a native
-    call, where the time goes. Other threads are never interrupted, and handlers that are not Python's are let be.
-    Blocks may be nested: the outermost one counts.
+    Python calls a handler, which may raise (KeyboardInterrupt, SystemExit), between any two instructions of the main
+    thread, most likely right after a native call, where the time goes. Other threads are never interrupted, and
+    handlers that are not Python's are let be. Blocks may be nested: the outermost one counts.
     """
 
-    __slots__ = ("_handler", "_received")
+    __slots__ = ("_handlers", "_received")
 
     def __enter__(self) -> None:
         global _is_held
-        self._handler = None
+        self._handlers: list[tuple[int, Callable[..., Any]]] = []
         if _is_held or threading.current_thread() is not threading.main_thread():
             return
-        handler = _signal.getsignal(_SIGINT)
-        if not callable(handler):
-            return
         self._received: list[int] = []
-        _is_held = True
-        _signal.signal(_SIGINT, lambda number, frame: self._received.append(number))
-        self._handler = handler
+        try:
+            for number in _SIGNALS:
+                handler = _signal.getsignal(number)
+                if callable(handler):
+                    # Runs the old handler, if a signal is pending: it may raise here.
+                    _signal.signal(number, lambda number, frame: self._received.append(number))
+                    self._handlers.append((number, handler))
+        except BaseException:
+            self._restore()
+            raise
+        _is_held = bool(self._handlers)
 
     def __exit__(
         self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
     ) -> None:
         global _is_held
-        if self._handler is not None:
+        if self._handlers:
             _is_held = False
-            _signal.signal(_SIGINT, self._handler)
-            if self._received:
-                self._handler(self._received[-1], None)
+            self._restore()
+            for number in self._received:
+                dict(self._handlers)[number](number, None)
+
+    def _restore(self) -> None:
+        for number, handler in self._handlers:
+            _signal.signal(number, handler)

@@ -14,7 +14,7 @@ import torch
 
 from vtensor.allocator import graveyard
 from vtensor.allocator.address_space import AddressSpace, Shortage, out_of_pages
-from vtensor.allocator.mapper import get_mapper
+from vtensor.allocator.mapper import Job, get_mapper
 from vtensor.allocator.page_pool import PagePool
 from vtensor.allocator.words import NUM_READY, NUM_ZEROED, ZERO_CALLS
 from vtensor.errors import ClosedError
@@ -39,12 +39,13 @@ class Region(Unpicklable):
         self.device = device
         self.owner = owner  # who alone commits and decommits; empty: every view may
         self.process_id = os.getpid()
-        self.streams = StreamUse(device)
+        self.streams = StreamUse(device, pool.peer_devices)
         self.content = pool.new_content()
         self.decommit_epoch = 0
         # By stream that may still be zeroing what it committed: the event after it.
         self._zeroing: dict[int, DeviceEvent] = {}
         self._zeroing_lock = threading.Lock()
+        self._mapper_mark: DeviceEvent | None = None  # in the mapper's stream, after all that it mapped for us
         self._zero_calls_seen = 0  # of the pool's, when the mapper's stream was last found idle
         storage = torch._C._construct_storage_from_data_pointer(self.space.base, device, self.space.size_bytes)
         self._release = weakref.finalize(storage, _bury, self.space, self.streams, self.process_id)
@@ -87,7 +88,7 @@ class Region(Unpicklable):
 
         def on_mapped(outcome: npt.NDArray[np.int64]) -> None:
             was_ready[0] = int(outcome[NUM_READY])
-            has_to_wait = was_ready[0] > 0 and not self._has_mapper_zeroed(int(outcome[ZERO_CALLS]))
+            has_to_wait = was_ready[0] > 0 and not self._is_mapper_idle(int(outcome[ZERO_CALLS]))
             if has_to_wait:
                 self.wait_for_mapper()
             if has_to_wait or outcome[NUM_ZEROED]:
@@ -160,11 +161,22 @@ class Region(Unpicklable):
         if self.device.type == "cuda":
             DeviceEvent(self._mapper_stream).synchronize()
 
-    def mapper_is_idle(self) -> bool:
-        """Whether the mapper is at nothing of this region, and has zeroed what it was given."""
-        return self.space.is_settled and self._has_mapper_zeroed()
+    def commit_ahead(self, ranges: npt.NDArray[np.int64]) -> Job:
+        """Have places mapped ahead, as `AddressSpace.commit_ahead`."""
+        self._mapper_mark = None
+        return self.space.commit_ahead(ranges)
 
-    def _has_mapper_zeroed(self, zero_calls: int = -1) -> bool:
+    def has_mapper_zeroed(self) -> bool:
+        """Whether the mapper is at nothing of this region, and has zeroed what it mapped for it."""
+        if not self.space.is_settled:
+            return False
+        if self.device.type == "cpu":
+            return True
+        if self._mapper_mark is None:  # others may keep its stream busy for ever
+            self._mapper_mark = DeviceEvent(self._mapper_stream)
+        return self._mapper_mark.query()
+
+    def _is_mapper_idle(self, zero_calls: int = -1) -> bool:
         """Whether its stream is idle. `zero_calls`: those that were made before; nothing new needs no look."""
         if self.device.type == "cpu" or zero_calls == self._zero_calls_seen:
             return True

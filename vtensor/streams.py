@@ -66,9 +66,10 @@ class StreamUse:
     nothing is noted, and there is nothing to wait for.
     """
 
-    def __init__(self, device: torch.device) -> None:
+    def __init__(self, device: torch.device, peer_devices: Sequence[torch.device] = ()) -> None:
         self.device = device
-        self._streams: dict[int, torch.cuda.Stream] = {}
+        self._devices = {device, *peer_devices}
+        self._streams: dict[Any, torch.cuda.Stream] = {}  # by raw handle; those of peers by device and handle
 
     def current(self) -> int:
         """Note the current stream as a user, and return its raw handle (0 on the host)."""
@@ -85,13 +86,23 @@ class StreamUse:
         Raises
         ------
         ValueError
-            Not a stream of this device.
+            Not a stream of this device, or of a peer that may use the memory.
         """
         if self.device.type == "cpu":
             return
-        if not isinstance(stream, torch.cuda.Stream) or stream.device != self.device:
-            raise ValueError(f"stream={stream!r} is not a torch.cuda.Stream of {self.device}")
-        self._streams[int(stream.cuda_stream)] = stream
+        if not isinstance(stream, torch.cuda.Stream) or stream.device not in self._devices:
+            names = " or ".join(sorted(str(device) for device in self._devices))
+            raise ValueError(f"stream={stream!r} is not a torch.cuda.Stream of {names}")
+        handle = int(stream.cuda_stream)
+        self._streams[handle if stream.device == self.device else (stream.device, handle)] = stream
+
+    def is_any_capturing(self) -> bool:
+        """Whether one of the streams is being captured into a graph, which an event in it would become part of."""
+        for stream in list(self._streams.values()):
+            with torch.cuda.stream(stream):
+                if torch.cuda.is_current_stream_capturing():
+                    return True
+        return False
 
     def record(self) -> list[DeviceEvent]:
         """Events that pass once the current stream and all noted ones have done what they were given so far."""

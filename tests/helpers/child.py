@@ -1,4 +1,4 @@
-"""Code that runs, and may die, in a forked child of the test."""
+"""Code that runs, and may die, in a child of the test: forked, or a new interpreter."""
 
 from __future__ import annotations
 
@@ -7,10 +7,13 @@ import os
 import resource
 import select
 import signal
+import subprocess
+import sys
+import textwrap
 import traceback
 from collections.abc import Callable
 
-__all__ = ["in_child"]
+__all__ = ["in_child", "in_interpreter"]
 
 
 def in_child(body: Callable[[], object], timeout_s: float = 20) -> tuple[int, str]:
@@ -47,3 +50,21 @@ def _run(body: Callable[[], object], sink: int) -> None:
         os.write(sink, traceback.format_exc().encode())
     finally:
         os._exit(code)
+
+
+def in_interpreter(code: str, timeout_s: float = 120) -> subprocess.CompletedProcess[str]:
+    """Run code in a new interpreter that finds what this one finds.
+
+    Raises
+    ------
+    TimeoutExpired
+        It did not end; it was killed.
+    """
+    environment = {**os.environ, "PYTHONPATH": os.pathsep.join(path or os.getcwd() for path in sys.path)}
+    return subprocess.run(
+        [sys.executable, "-P", "-c", textwrap.dedent(code)],
+        env=environment,
+        capture_output=True,
+        text=True,
+        timeout=timeout_s,
+    )

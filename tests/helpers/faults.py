@@ -8,10 +8,16 @@ count calls of each kind, note them, and answer some with an error code instead 
     with record(driver) as calls:
         space.commit(...)
     assert calls.count(Call.MAP) == 1
+    with hold(driver, Call.MAP) as held:               # its first map waits, in whatever thread
+        job = space.commit_ahead(...)
+        held.wait_until_begun()
+        ...
+        held.release()
 """
 
 from __future__ import annotations
 
+import time
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from functools import cache
@@ -24,13 +30,13 @@ from vtensor.allocator.driver import Call, Driver
 from vtensor.allocator.driver.base import SUCCESS
 from vtensor.allocator.native import call, int64_at, lock, unlock
 
-__all__ = ["BROKEN", "Calls", "Made", "delay", "fail", "num_begun", "record"]
+__all__ = ["BROKEN", "Calls", "Held", "Made", "delay", "fail", "hold", "num_begun", "record"]
 
 BROKEN = 999  # CUDA_ERROR_UNKNOWN: an error that is no shortage and that nobody expects
 
 # Words of the state: a mutex (eight), the number of calls noted, then a row for each kind of call.
 _NUM_NOTED, _ROWS = 8, 16
-_REAL, _COUNT, _FAIL_FROM, _FAIL_TO, _CODE, _DELAY_US, _ROW_WORDS = 0, 1, 2, 3, 4, 5, 8
+_REAL, _COUNT, _FAIL_FROM, _FAIL_TO, _CODE, _DELAY_US, _HELD, _ROW_WORDS = 0, 1, 2, 3, 4, 5, 6, 8
 _usleep = types.ExternalFunction("usleep", types.int32(types.int32))
 _state = np.zeros(_ROWS + len(Call) * _ROW_WORDS, np.int64)
 _MAX_NOTED, _NOTE_WORDS = 1 << 16, 8
@@ -84,12 +90,15 @@ def _forward(kind, arguments):  # type: ignore[no-untyped-def]
     row = state[_ROWS + kind * _ROW_WORDS : _ROWS + (kind + 1) * _ROW_WORDS]
     lock(_STATE_ADDRESS)
     row[_COUNT] += 1
+    number = row[_COUNT]
     code = row[_CODE] if row[_FAIL_FROM] <= row[_COUNT] < row[_FAIL_TO] else SUCCESS
     index = state[_NUM_NOTED]
     state[_NUM_NOTED] += 1
     unlock(_STATE_ADDRESS)
     if row[_DELAY_US] > 0:
         _usleep(row[_DELAY_US])
+    while row[_HELD] == number:
+        _usleep(500)
     if code == SUCCESS:
         code = call(row[_REAL], arguments)
     if index < _MAX_NOTED:
@@ -133,8 +142,8 @@ def _shimmed(driver: Driver) -> Iterator[None]:
     if not _installed:
         shims = _shims()
         for which in Call:
-            _row(which)[:] = 0
-            _row(which)[_REAL] = driver.entry_points[which]
+            _row(which)[_REAL] = driver.entry_points[which]  # not 0 in between: another thread may still be in a shim
+            _row(which)[_COUNT:] = 0
         _state[_NUM_NOTED] = 0
         driver.entry_points[:] = [shim.address for shim in shims]
     elif _installed[-1] is not driver:
@@ -184,6 +193,38 @@ def delay(driver: Driver, which: Call, microseconds: int) -> Iterator[Calls]:
         finally:
             _row(which)[_DELAY_US] = 0
             calls.stop()
+
+
+class Held:
+    """A call that waits."""
+
+    def __init__(self, which: Call, nth: int) -> None:
+        self._row = _row(which)
+        self._number = int(self._row[_COUNT]) + nth
+        self._row[_HELD] = self._number
+
+    def wait_until_begun(self, timeout_s: float = 30) -> None:
+        """Wait until somebody makes the call."""
+        deadline = time.monotonic() + timeout_s
+        while int(self._row[_COUNT]) < self._number:
+            if time.monotonic() > deadline:
+                raise TimeoutError(f"call {self._number} of this kind has not begun after {timeout_s} s")
+            time.sleep(0.001)
+
+    def release(self) -> None:
+        """Let it go on."""
+        self._row[_HELD] = 0
+
+
+@contextmanager
+def hold(driver: Driver, which: Call, nth: int = 1) -> Iterator[Held]:
+    """Let the `nth` call of a kind made in this context wait until it is released, at the latest when this ends."""
+    with _shimmed(driver):
+        held = Held(which, nth)
+        try:
+            yield held
+        finally:
+            held.release()
 
 
 def num_begun(which: Call) -> int:

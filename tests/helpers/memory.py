@@ -6,9 +6,10 @@ import numpy as np
 import numpy.typing as npt
 import torch
 
+from vtensor.allocator import words
 from vtensor.allocator.address_space import AddressSpace
 
-__all__ = ["access_at", "fill", "fill_place", "place_value", "ranges", "tensor_at", "value"]
+__all__ = ["access_at", "fill", "fill_place", "handles", "place_value", "ranges", "rows", "tensor_at", "value"]
 
 
 def tensor_at(device: str, address: int, size_bytes: int) -> torch.Tensor:
@@ -51,6 +52,23 @@ def place_value(space: AddressSpace, place: int) -> int:
 def ranges(*rows: tuple[int, int]) -> npt.NDArray[np.int64]:
     """Ranges of places from rows of (first, count)."""
     return np.array(rows, np.int64).reshape(-1, 2)
+
+
+def rows(*ranges: tuple[int, int], content: int, largest: int = words.LARGEST_SIZE_CLASS) -> npt.NDArray[np.int64]:
+    """Ranges of places from rows of (first, count), all of one content and with one largest size class."""
+    return np.array([(*row, content, largest) for row in ranges], np.int64).reshape(-1, words.RANGE_WORDS)
+
+
+def handles(space: AddressSpace) -> list[tuple[int, int]]:
+    """The handles that lie in a space, as (first place, number of places)."""
+    shift = int(space.pool.arrays.constants[words.CLASS_SHIFT])
+    found = []
+    for place in np.flatnonzero(space.arrays.table[: space.num_places]).tolist():
+        group = abs(int(space.arrays.table[place])) - 1
+        size = 1 << (group >> shift)
+        if group % size == 0:
+            found.append((place, size))
+    return found
 
 
 def access_at(address: int) -> str:

@@ -6,12 +6,14 @@ Rows are made to measure, so that the arithmetic is the same on a host (page gro
 from __future__ import annotations
 
 import dataclasses
+import gc
 from typing import Any
 
 import pytest
 import torch
 
 import vtensor as vt
+from vtensor.allocator import graveyard
 from vtensor.allocator.driver import get_driver
 from vtensor.kvcache import SlotState
 
@@ -24,7 +26,7 @@ __all__ = [
     "RECLAIMING",
     "Busy",
     "Pattern",
-    "is_settled",
+    "close",
     "lengths",
     "make",
     "page",
@@ -66,6 +68,13 @@ def make(device: str, *layers: vt.LayerSpec, size_classes: int = 1, **options: A
     return vt.KVCacheManager(vt.KVCacheConfig(**shape), device, **options)
 
 
+def close(pool: vt.PagePool) -> None:
+    """Close a pool, once the memory of closed caches and dead tensors has come back to it."""
+    gc.collect()
+    graveyard.drain()
+    pool.close()
+
+
 def lengths(cache: vt.KVCacheManager, by_slot: dict[int, int]) -> list[int]:
     """Lengths of all slots."""
     return [by_slot.get(slot, 0) for slot in range(cache.config.max_batch_size)]
@@ -84,11 +93,6 @@ def stats(cache: vt.KVCacheManager) -> vt.KVCacheStats:
     if cache.device.type == "cuda":
         torch.cuda.synchronize(cache.device)
     return cache.stats()
-
-
-def is_settled(cache: vt.KVCacheManager) -> bool:
-    """Whether the mapper is at nothing of this cache."""
-    return bool(cache._region.space.is_settled)
 
 
 def states(cache: vt.KVCacheManager) -> list[SlotState]:

@@ -16,6 +16,7 @@ from tests.vtensor.caches import (
     RECLAIMING,
     Busy,
     Pattern,
+    close,
     lengths,
     make,
     page,
@@ -131,7 +132,7 @@ def test_look_ahead_that_fails_is_dropped_and_counted(call: Call, device: str, d
         assert stepped(cache, {0: 8}) == (0, 4, 3 + (call is Call.ZERO))  # then it is there, though not yet zeroed
         assert not any(view[0, :8].any() for view in cache.layer(0))
         assert stats(cache).num_dropped_ahead == 1
-    pool.close()
+    close(pool)
 
 
 # -- what is needed now comes before what may be needed --------------------------------------------------------------
@@ -409,7 +410,7 @@ def test_below_the_low_watermark_the_oldest_go(
         for slot in set(range(6)) - set(given_up):
             pattern.check(slot, 10)
         cache.check_integrity()
-    hundred.close()
+    close(hundred)
 
 
 def test_what_is_unmapped_in_the_background_waits_for_the_device(
@@ -432,7 +433,7 @@ def test_what_is_unmapped_in_the_background_waits_for_the_device(
         assert (found.num_reclaiming_slots, found.num_reclaimed, found.mapped_page_groups) == (0, 30, 60)
         assert states(cache) == [ACTIVE] * 3 + [FREE] * 3
         assert busy.num_stops == 0  # nobody had to wait
-    hundred.close()
+    close(hundred)
 
 
 def test_without_watermarks_deferred_slots_stay(device: str, hundred: vt.PagePool) -> None:
@@ -440,7 +441,7 @@ def test_without_watermarks_deferred_slots_stay(device: str, hundred: vt.PagePoo
         assert stepped(cache, {3: 50}) == (0, 40, 0)
         assert stats(cache).num_reclaimed == 0
         assert states(cache) == [DEFERRED] * 3 + [ACTIVE] * 3
-    hundred.close()
+    close(hundred)
 
 
 def test_a_watermark_without_anything_to_give_up(device: str, hundred: vt.PagePool) -> None:
@@ -449,7 +450,7 @@ def test_a_watermark_without_anything_to_give_up(device: str, hundred: vt.PagePo
         assert stepped(cache, {0: 60, 1: 20}) == (0, 80, 0)
         assert stepped(cache, {0: 60, 1: 25}) == (0, 5, 0)
         assert stats(cache).num_reclaimed == 0
-    hundred.close()
+    close(hundred)
 
 
 def test_what_others_take_counts_as_well(device: str, hundred: vt.PagePool) -> None:
@@ -460,7 +461,7 @@ def test_what_others_take_counts_as_well(device: str, hundred: vt.PagePool) -> N
             assert stepped(cache, {3: tokens})[0] == 0
         assert stats(cache).num_reclaimed == 30
         assert stepped(other, {0: 60}) == (0, 26, 0)
-    hundred.close()
+    close(hundred)
 
 
 # -- reclamation ------------------------------------------------------------------------------------------------------

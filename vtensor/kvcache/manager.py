@@ -36,6 +36,7 @@ SeqLens = Sequence[int] | npt.NDArray[np.integer[Any]] | torch.Tensor
 
 
 _NOTHING_NEEDED = StepResult()
+_MOST_TOKENS = 1 << 31  # of which sums do not overflow
 
 
 class KVCacheManager(Unpicklable):
@@ -52,8 +53,8 @@ class KVCacheManager(Unpicklable):
     device : torch.device or str, optional
         A CPU or a CUDA device; None is torch's default device.
     pool : PagePool, optional
-        A pool to share with others: when one is short of memory, the others give up what they can do without. None: the
-        cache has its own.
+        A pool to share with others: when one is short of memory, the others give up what they can do without, unless
+        another thread is working with them at that moment. None: the cache has its own.
     capacity_bytes : int, optional
         The most memory that the cache's own pool may hold. None: as much as the device gives.
     deferred_reclamation : bool
@@ -107,10 +108,15 @@ class KVCacheManager(Unpicklable):
     ) -> None:
         if isinstance(lookahead_tokens, bool) or not isinstance(lookahead_tokens, int) or lookahead_tokens < 0:
             raise ValueError(f"lookahead_tokens={lookahead_tokens!r} must be an integer of 0 or more")
-        if not 0 <= low_watermark <= high_watermark <= 1:
+        if lookahead_tokens > _MOST_TOKENS:
+            raise ValueError(f"lookahead_tokens={lookahead_tokens} must be at most {_MOST_TOKENS:,}")
+        numbers = all(isinstance(mark, int | float) for mark in (low_watermark, high_watermark))
+        if not numbers or not 0 <= low_watermark <= high_watermark <= 1:
             raise ValueError(
                 f"low_watermark={low_watermark!r}, high_watermark={high_watermark!r} must satisfy 0 <= low <= high <= 1"
             )
+        if not isinstance(config, KVCacheConfig) or not isinstance(pool, PagePool | None):
+            raise ValueError(f"config={config!r}, pool={pool!r} must be a KVCacheConfig and a PagePool or None")
         self.device = resolve_device(device)
         self._owns_pool = pool is None
         if pool is None:
@@ -173,6 +179,9 @@ class KVCacheManager(Unpicklable):
         prompt_tokens : int, optional
             Length of the prompt, if known: the slot is then the deferred one that fits best.
 
+        A slot that another request has left is in the order of the current stream behind that one's kernels: kernels
+        on other streams that write to it must come after.
+
         Returns
         -------
         int
@@ -185,6 +194,7 @@ class KVCacheManager(Unpicklable):
         RequestError
             `prompt_tokens` is negative or longer than a slot.
         """
+        self._check_process()
         with self._lock, interrupts_held():
             self._check_usable("alloc_reqid")
             if prompt_tokens is not None and not _is_index(prompt_tokens, self.config.max_context_tokens + 1):
@@ -212,7 +222,8 @@ class KVCacheManager(Unpicklable):
         seq_lens : sequence of int, ndarray of integers or CPU tensor, shape [max_batch_size]
             For every slot the tokens it will hold after the iteration. 0: the slot is idle, or its request sits
             this iteration out and keeps what it has. A smaller number than before drops the tokens beyond it; their
-            page groups are surplus, which a later step may use.
+            page groups are surplus, which a later step may use. With sliding windows, a larger number says that the
+            iteration before has run.
 
         Returns
         -------
@@ -224,23 +235,30 @@ class KVCacheManager(Unpicklable):
         Raises
         ------
         RequestError
-            A list of another length, a length below 0 or above `max_context_tokens`, or a length for a slot that is not
-            active. Nothing was changed.
+            A list of another length, a length below 0 or above `max_context_tokens`, a length for a slot that is not
+            active, or one so short that what a sliding window would see of it is gone. Nothing was changed.
         """
+        self._check_process()
         with self._lock:
             self._check_usable("step")
             lengths = self._as_lengths(seq_lens)
             self._memory.sweep()
             self._region.streams.current()
-            plan, slots, answer = self._slots.plan, self._slots.arrays, self._answer
-            ranges = plan.plan_step(slots, lengths, answer)
-            if answer[plan.PROBLEM]:
-                slot = int(answer[plan.SLOT])
-                raise self._bad_length(int(answer[plan.PROBLEM]), slot, int(lengths[slot]))
-            if not (len(ranges) or answer[plan.WANTS_AHEAD] or answer[plan.HAS_PASSED]):
-                return _NOTHING_NEEDED
-            with interrupts_held():
-                return self._grow(ranges, lengths)
+            if not self._slots.has_windows:
+                return self._step(lengths)
+            with interrupts_held():  # windows move in any step
+                return self._step(lengths)
+
+    def _step(self, lengths: npt.NDArray[np.int64]) -> StepResult:
+        plan, answer = self._slots.plan, self._answer
+        ranges = plan.plan_step(self._slots.arrays, lengths, answer)
+        if answer[plan.PROBLEM]:
+            slot = int(answer[plan.SLOT])
+            raise self._bad_length(int(answer[plan.PROBLEM]), slot, int(lengths[slot]))
+        if not (len(ranges) or answer[plan.WANTS_AHEAD] or answer[plan.HAS_PASSED]):
+            return _NOTHING_NEEDED
+        with interrupts_held():
+            return self._grow(ranges, lengths)
 
     def _grow(self, ranges: npt.NDArray[np.int64], lengths: npt.NDArray[np.int64]) -> StepResult:
         """Bring into service what the lengths need, then leave to the mapper what later steps may need."""
@@ -270,6 +288,7 @@ class KVCacheManager(Unpicklable):
         RequestError
             `reqid` is not an active request.
         """
+        self._check_process()
         with self._lock, interrupts_held():
             self._check_usable("free_reqid")
             self._check_active(reqid)
@@ -283,6 +302,7 @@ class KVCacheManager(Unpicklable):
         Memory is taken away or handed on only after that stream has finished with it. The streams that are current in
         `step` and `free_reqid` are known without this.
         """
+        self._check_process()
         with self._lock:
             self._check_open()
             self._region.streams.add(stream)
@@ -307,6 +327,7 @@ class KVCacheManager(Unpicklable):
         RequestError
             No such layer.
         """
+        self._check_process()
         with self._lock:
             self._check_open()
             if not _is_index(index, self.config.num_layers):
@@ -323,6 +344,7 @@ class KVCacheManager(Unpicklable):
 
     def stats(self) -> KVCacheStats:
         """The cache's memory and slots, now. Waits for what the mapper is at."""
+        self._check_process()
         with self._lock:
             self._check_open()
             self._settle()
@@ -352,6 +374,7 @@ class KVCacheManager(Unpicklable):
 
     def residency(self) -> list[SlotResidency]:
         """What every slot holds, now. Waits for what the mapper is at."""
+        self._check_process()
         with self._lock:
             self._check_open()
             self._settle()
@@ -380,11 +403,14 @@ class KVCacheManager(Unpicklable):
     def check_integrity(self) -> None:
         """Compare what the slots claim to hold with what is mapped, then the books below.
 
+        While no other thread uses the cache or its pool: otherwise it may find fault with what is under way.
+
         Raises
         ------
         VTensorError
             They differ; the message says where.
         """
+        self._check_process()
         with self._lock:
             if self.closed:
                 self.pool.check_integrity()
@@ -415,10 +441,11 @@ class KVCacheManager(Unpicklable):
 
         Views of layers that are still in use keep the memory until they are gone (with a `ResourceWarning`).
         """
+        if not self.closed:
+            self._check_process()
         with self._lock, interrupts_held():
             if self.closed:
                 return
-            self.pool.driver.check_process()
             check_not_capturing(self.device, "close")
             for event in self._region.streams.record():
                 event.synchronize()
@@ -454,10 +481,13 @@ class KVCacheManager(Unpicklable):
 
     # -- helpers --------------------------------------------------------------------------------------------------
 
+    def _check_process(self) -> None:
+        """Before the lock is taken, which in a forked child may be held by a thread of the parent."""
+        self.pool.driver.check_process()
+
     def _check_open(self) -> None:
         if self.closed:
             raise ClosedError("this KVCacheManager was closed; make a new one")
-        self.pool.driver.check_process()
 
     def _check_usable(self, what: str) -> None:
         self._check_open()
@@ -489,6 +519,9 @@ class KVCacheManager(Unpicklable):
             )
         if lengths.dtype.kind not in "iu":
             raise RequestError(f"seq_lens has dtype {lengths.dtype}; it must hold integers")
+        if lengths.dtype == np.uint64 and len(lengths) and int(lengths.max()) >= 1 << 63:
+            slot = int(lengths.argmax())
+            raise RequestError(f"seq_lens[{slot}]={int(lengths[slot]):,}: no slot holds so many tokens")
         return np.array(lengths, np.int64)  # a copy: another thread may write to the caller's
 
     def _bad_length(self, problem: int, slot: int, length: int) -> RequestError:

@@ -71,6 +71,7 @@ class SlotArrays(NamedTuple):
 
     state: npt.NDArray[np.int8]  # [B], a SlotState
     seq_lens: Int64  # [B], tokens held
+    computed: Int64  # [B], of those, the ones that were held before the iteration that is under way
     low: Int64  # [G, B]
     high: Int64  # [G, B]
     shared: Int64  # [G, B]
@@ -119,7 +120,7 @@ def _find_problem(slots: SlotArrays, seq_lens: Int64, answer: Int64) -> bool:
             for group in range(len(groups)):
                 window = groups[group, WINDOW]
                 if window > 0:
-                    first_byte = max(0, tokens - window) * groups[group, ROW_BYTES]
+                    first_byte = max(0, tokens - window - slots.overread_tokens) * groups[group, ROW_BYTES]
                     if first_byte < low[group, slot] * slots.page_group_bytes:
                         problem = WINDOW_PASSED
         if problem != 0:
@@ -168,11 +169,18 @@ def apply_step(slots: SlotArrays, seq_lens: Int64, answer: Int64) -> None:
     """Take over lengths whose places are all there. Shorter ones keep their places as surplus.
 
     What lies before a window moves out of service: all that no token of the coming iteration can see, nor one of the
-    `lookahead_tokens` before it, should those be taken back. One without new tokens may compute the last again.
+    `lookahead_tokens` before it, should those be taken back. More tokens than before say that the iteration before has
+    run; as many may ask again for the same one, or compute its last token again. Kernels that read whole tiles begin up
+    to `overread_tokens` before the window.
     """
     held, low, high, extent, passed = slots.seq_lens, slots.low, slots.high, slots.extent, slots.passed
     asked, prompts, groups, size = slots.asked, slots.prompts, slots.groups, slots.page_group_bytes
-    batch = len(seq_lens)
+    computed, batch = slots.computed, len(seq_lens)
+    for slot in range(batch):
+        if seq_lens[slot] > held[slot]:
+            computed[slot] = held[slot]
+        elif seq_lens[slot] > 0:
+            computed[slot] = min(computed[slot], seq_lens[slot] - 1)
     for group in range(len(groups)):
         row_bytes, window = groups[group, ROW_BYTES], groups[group, WINDOW]
         for slot in range(batch):
@@ -187,7 +195,8 @@ def apply_step(slots: SlotArrays, seq_lens: Int64, answer: Int64) -> None:
             if tokens * row_bytes > asked[group, slot] * size:
                 answer[WANTS_AHEAD] = 1
             if window > 0:
-                first = max(0, min(held[slot], seq_lens[slot] - 1) - window + 1 - slots.lookahead_tokens)
+                first = computed[slot] - window + 1 - slots.lookahead_tokens - slots.overread_tokens
+                first = max(0, first)
                 if first * row_bytes >= (low[group, slot] + 1) * size:
                     low[group, slot] = first * row_bytes // size
                 if passed[group, slot] < low[group, slot]:

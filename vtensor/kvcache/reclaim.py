@@ -20,6 +20,7 @@ import numpy.typing as npt
 from vtensor.allocator import graveyard
 from vtensor.allocator.address_space import Shortage
 from vtensor.allocator.mapper import Job
+from vtensor.interrupts import interrupts_held
 from vtensor.kvcache.slots import SlotState, SlotTable
 from vtensor.region import Region
 from vtensor.streams import DeviceEvent
@@ -29,7 +30,7 @@ __all__ = ["SlotMemory"]
 Int64 = npt.NDArray[np.int64]
 
 
-@dataclass
+@dataclass(eq=False)
 class _Leaving:
     """Places of a slot that are out of service: they wait for the device, and then for the mapper to unmap them."""
 
@@ -83,6 +84,9 @@ class SlotMemory:
         self._unmapping: deque[tuple[Job, bool]] = deque()  # jobs, and whether they are for what windows have passed
         self._check_in = 0  # page groups that may still be mapped before the watermark is looked at again
         self.num_reclaimed = self.num_trimmed = self.num_passed = self.num_failed = 0
+        with interrupts_held():  # loads the compiled code, as `SlotTable` does
+            self._surplus(np.zeros_like(slots.arrays.seq_lens), cut=False)
+            slots.plan.recede(slots.arrays, region.space.arrays, 0)
 
     # -- commit -----------------------------------------------------------------------------------------------------
 
@@ -121,6 +125,10 @@ class SlotMemory:
         self._region.space.settle(cancel=True)
         self._finish_ahead()
         self._collect()
+        self._flush()
+
+    def _flush(self) -> None:
+        """Unmap what is out of service, once the device has finished with it."""
         while self._leaving:
             leaving = self._leaving[0]
             _wait_for(leaving.events)
@@ -163,39 +171,49 @@ class SlotMemory:
         Comes from other threads and for other caches, which hold their own locks: where this one is busy it gives
         nothing, rather than wait.
         """
-        if not self._lock.acquire(blocking=False):
-            return 0
-        try:
-            if self._region.space.closed:
+        with interrupts_held():
+            if not self._lock.acquire(blocking=False):
                 return 0
-            before = self._region.space.num_mapped
-            self._settle()
-            for slot in self._slots.deferred_oldest_first().tolist():
-                if before - self._region.space.num_mapped >= missing:
-                    break
-                self._take_from(slot)
-            if before - self._region.space.num_mapped < missing:
-                self._trim(np.zeros_like(self._slots.arrays.seq_lens))
-            return before - self._region.space.num_mapped
-        finally:
-            self._lock.release()
+            try:
+                if self._region.space.closed or self._region.streams.is_any_capturing():
+                    return 0
+                return self._give(missing)
+            finally:
+                self._lock.release()
+
+    def _give(self, missing: int) -> int:
+        before = self._region.space.num_mapped
+        self._settle()
+        for slot in self._slots.deferred_oldest_first().tolist():
+            if before - self._region.space.num_mapped >= missing:
+                break
+            self._take_from(slot)
+        if before - self._region.space.num_mapped < missing:
+            self._trim(np.zeros_like(self._slots.arrays.seq_lens))
+        return before - self._region.space.num_mapped
 
     def _trim(self, seq_lens: Int64) -> None:
-        """Unmap surplus, once the device has finished with it."""
+        """Take surplus out of service, and unmap it once the device has finished with it."""
         surplus = self._surplus(seq_lens, cut=False)
-        if len(surplus):
+        if not len(surplus):
+            return
+        extent = self._slots.arrays.extent
+        before = extent.copy()
+        self._region.withdraw(surplus)
+        self._surplus(seq_lens, cut=True)
+        try:
             _wait_for(self._region.streams.record())
             self.num_trimmed += self._decommit(surplus)
-            self._surplus(seq_lens, cut=True)
+        except BaseException:
+            extent[:] = before  # it is still mapped, ahead
+            raise
 
     def _take_from(self, slot: int) -> int:
         """Unmap all that a deferred slot holds, once the device has finished with it; the number of page groups."""
-        _wait_for(self._events.get(slot, []))
-        number = self._decommit(self._slots.ranges([slot]))
-        self._slots.clear(np.array([slot]))
-        self._events.pop(slot, None)
-        self.num_reclaimed += number
-        return number
+        before = self._region.space.num_mapped
+        self._give_up(slot)
+        self._flush()
+        return before - self._region.space.num_mapped
 
     def _decommit(self, ranges: Int64) -> int:
         return self._region.decommit(ranges, forget_content=self._scrub)
@@ -209,26 +227,44 @@ class SlotMemory:
 
     def keep_watermark(self, num_mapped: int) -> None:
         """When less than the low watermark is left, give up deferred slots up to the high one, oldest first."""
+        pool = self._region.space.pool
         self._check_in -= num_mapped
-        if self._check_in > 0:
+        if self._check_in > 0 and pool.capacity_bytes is None:  # to ask the device takes time
             return
-        available, total = self._region.space.pool.headroom()
+        available, total = pool.headroom()
         low, high = (int(part * total) for part in self._watermarks)
         if available >= low:
             self._check_in = max(1, (available - low) // 4)  # others may use the same memory
             return
-        available += sum(self._num_mapped(leaving.ranges) for leaving in self._leaving)
-        for slot in self._slots.deferred_oldest_first().tolist():
+        going = {slot: 0 for slot in range(len(self._slots.arrays.state))}
+        for leaving in self._leaving:
+            going[leaving.slot] += self._num_mapped(leaving.ranges)
+        available += sum(going.values())
+        deferred = self._slots.deferred_oldest_first().tolist()
+        if not deferred:
+            self._check_in = max(1, total // 64)  # there is nothing to give up, and asking the device takes time
+        for slot in deferred:
             if available >= high:
                 break
-            available += self._num_mapped(self._slots.ranges([slot]))
+            available += self._num_mapped(self._slots.ranges([slot])) - going[slot]
             self._give_up(slot)
         self.sweep()
 
     def _give_up(self, slot: int) -> None:
         """Have all that a slot without a request holds unmapped."""
-        self._let_go(slot, self._slots.ranges([slot]), self._events.pop(slot, []))
+        self._let_go(slot, self._slots.ranges([slot]), self._call_back(slot))
         self._slots.withdraw(slot)
+
+    def _call_back(self, slot: int) -> list[DeviceEvent]:
+        """Have nothing of a slot leave any more; the events for which its next user has to wait."""
+        events = self._events.pop(slot, [])
+        for leaving in [leaving for leaving in self._leaving if leaving.slot == slot]:
+            self._leaving.remove(leaving)
+            events.extend(leaving.events)
+            if leaving.job is not None:
+                leaving.job.cancel()
+                leaving.job.wait()
+        return events
 
     def pass_windows(self) -> None:
         """Put out of service what windows have passed; it is unmapped once the device has finished with it."""
@@ -243,11 +279,14 @@ class SlotMemory:
     def sweep(self) -> None:
         """Give back, or have given back, what the device has finished with."""
         graveyard.sweep()
-        if not (self._leaving or self._unmapping):
-            return
+        if self._leaving or self._unmapping:
+            with interrupts_held():
+                self._sweep()
+
+    def _sweep(self) -> None:
         self._collect()
-        if not self._region.mapper_is_idle():
-            return  # it may still be zeroing what is to go
+        if not self._region.has_mapper_zeroed():
+            return  # what is to go may be what it zeroes
         waiting = [leaving for leaving in self._leaving if leaving.job is None and _have_passed(leaving.events)]
         for is_passed in (True, False):  # apart, as they are counted apart
             ready = [leaving for leaving in waiting if leaving.is_passed == is_passed]
@@ -269,8 +308,8 @@ class SlotMemory:
             job, is_passed = self._unmapping.popleft()
             self._count(job.num_page_groups, is_passed)
             self.num_failed += job.has_failed
-        leaving, self._leaving = self._leaving, []
-        for one in leaving:
+        kept = []
+        for one in self._leaving:
             if one.is_unmapped:
                 self._has_left(one)
                 continue
@@ -278,7 +317,8 @@ class SlotMemory:
                 one.job = None
             if one.job is None and one.is_passed and self._slots.arrays.state[one.slot] != SlotState.ACTIVE:
                 continue  # its request has ended, and gave up the rest of the layer group together with this
-            self._leaving.append(one)
+            kept.append(one)
+        self._leaving = kept
 
     def _count(self, number: int, is_passed: bool) -> None:
         if is_passed:
@@ -296,13 +336,7 @@ class SlotMemory:
         """Give a slot, with the page groups that it holds, to a new request: after the last one's kernels."""
         streams = self._region.streams
         streams.current()
-        streams.wait(self._events.pop(slot, []))
-        for leaving in [leaving for leaving in self._leaving if leaving.slot == slot]:  # it may need them again
-            self._leaving.remove(leaving)
-            streams.wait(leaving.events)
-            if leaving.job is not None:
-                leaving.job.cancel()
-                leaving.job.wait()
+        streams.wait(self._call_back(slot))
         if self._scrub:
             self._zero(slot)
         self._slots.activate(slot)

@@ -67,6 +67,7 @@ class SlotTable:
         self.arrays = plan.SlotArrays(
             state=np.zeros(config.max_batch_size, np.int8),
             seq_lens=np.zeros(config.max_batch_size, np.int64),
+            computed=np.zeros(config.max_batch_size, np.int64),
             low=np.zeros(shape, np.int64),
             high=np.zeros(shape, np.int64),
             shared=np.zeros(shape, np.int64),
@@ -97,10 +98,14 @@ class SlotTable:
         )
         self.has_windows = any(group.window is not None for group in layout.groups)
         self.rows_a_slot = sum(group.num_buffers for group in layout.groups)
-        with interrupts_held():  # an interrupt while LLVM loads code may crash the process
-            plan.plan_step(
-                self.arrays, np.zeros(config.max_batch_size, np.int64), np.zeros(plan.ANSWER_WORDS, np.int64)
-            )
+        nothing, answer = np.zeros(config.max_batch_size, np.int64), np.zeros(plan.ANSWER_WORDS, np.int64)
+        with interrupts_held():  # an interrupt while LLVM loads code may crash the process; loaded now, no step waits
+            plan.plan_step(self.arrays, nothing, answer)
+            plan.apply_step(self.arrays, nothing, answer)
+            plan.ahead_ranges(self.arrays, nothing)
+            plan.spare_ranges(self.arrays, 0, 1, False)
+            plan.passed_ranges(self.arrays, 0)
+            plan.slot_ranges(self.arrays, nothing[:0], False)
         self._freed_at = np.zeros(config.max_batch_size, np.int64)
         self._num_freed = 0
         self._spare: int | None = None
@@ -146,7 +151,7 @@ class SlotTable:
     def activate(self, slot: int) -> None:
         """Give a slot to a new request, with the places that it holds."""
         self.arrays.state[slot] = SlotState.ACTIVE
-        self.arrays.seq_lens[slot] = 0
+        self.arrays.seq_lens[slot] = self.arrays.computed[slot] = 0
         self.arrays.asked[:, slot] = self.arrays.high[:, slot]
         if slot == self._spare:
             self._spare = None
@@ -219,10 +224,3 @@ class SlotTable:
         arrays.extent[gone, slot] = arrays.high[gone, slot]
         if not arrays.extent[:, slot].any():
             arrays.state[slot] = SlotState.FREE
-
-    def clear(self, slots: Int64) -> None:
-        """Note that deferred slots hold nothing any more."""
-        arrays = self.arrays
-        arrays.state[slots] = SlotState.FREE
-        for part in (arrays.low, arrays.high, arrays.shared, arrays.extent, arrays.passed):
-            part[:, slots] = 0
