@@ -61,7 +61,7 @@ def tokens_for(cache: vt.KVCacheManager, page_groups: int) -> int:
 
 
 def expected_page_groups(config: vt.KVCacheConfig, tokens: int) -> int:
-    """Page groups of one slot, counted in bytes as DESIGN says, without the library's layout."""
+    """Page groups of one slot, counted in bytes, without the library's layout."""
     size, head_bytes = config.resolved_page_group_bytes, config.num_kv_heads * config.head_dim * config.dtype.itemsize
     if config.layout == "per_layer":
         return 2 * config.num_layers * -(-tokens * head_bytes // size)

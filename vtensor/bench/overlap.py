@@ -15,7 +15,7 @@ that there is, and still known one iteration ahead.
 Three variants over the same lengths: *look-ahead* on and off, and *no growth*, which makes the same calls with lengths
 that stay. A round is a whole run of iterations; the series go to the record.
 
-Predicted for an H200 (Llama-3-8B, 32 layers a slice: 16 tokens a page group, 27 us each, DESIGN 10): without
+Predicted for an H200 (Llama-3-8B, 32 layers a slice: 16 tokens a page group, 27 us each): without
 look-ahead 16 page groups in an ordinary iteration, 0.43 ms more than no growth, and 256 in the worst, 6.9 ms more: one
 iteration in 40 is slow. With look-ahead nothing but the step itself, 0.05 ms, since 6.9 ms of mapping fit below 10 ms
 of work: none is slow.
