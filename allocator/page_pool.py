@@ -218,8 +218,7 @@ class PagePool(Unpicklable):
     def retire(self) -> None:
         """Give free page groups back to the device, now and whenever more become free."""
         self.is_retired = True
-        if not self.closed:
-            self.trim()
+        self.trim()
 
     @property
     def keeps_free_page_groups(self) -> bool:

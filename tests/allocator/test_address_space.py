@@ -286,7 +286,8 @@ def test_interrupt_shows_nobody_elses_data(
     assert mapped(space) == [1]
     assert space.num_mapped == 1
     assert (place_value(space, 1), place_value(other, 3)) == (11, 66)
-    assert log == ["on_mapped", "finish", "finish"]  # its own stream, and the mapper's
+    assert log[:2] == ["on_mapped", "finish"]
+    assert log[2:] in ([], ["finish"])  # the mapper's stream as well, where the device has a mapper
     space.check_integrity()
     monkeypatch.undo()
     for heir in (MINE, THEIRS):  # nor does the interrupted owner, or the former one, find them unzeroed later

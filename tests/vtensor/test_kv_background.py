@@ -105,6 +105,7 @@ def test_look_ahead_without_memory_is_dropped_and_counted(device: str) -> None:
         found = stats(cache)
         assert (found.num_mapped_ahead, found.num_dropped_ahead, found.ahead_page_groups) == (4, 1, 4)
         assert stepped(cache, {0: 8}) == (0, 2, 1)
+        assert stats(cache).ahead_page_groups == 5  # three of those, and one more in each layer
         assert stepped(cache, {0: 11}) == (1, 0, 0)
         assert stats(cache).num_dropped_ahead == 1
         assert stepped(cache, {0: 10}) == (0, 4, 2)
@@ -560,6 +561,32 @@ def test_an_unmapping_that_fails_is_counted_and_tried_again(device: str, driver:
         assert found.num_failed_releases == 3
         assert (found.num_reclaimed, found.mapped_page_groups) == (36, 0)
         assert states(cache) == [FREE] * 3
+
+
+@pytest.mark.parametrize("deferred", [False, True])
+def test_a_slot_that_cannot_be_scrubbed_is_not_handed_over(
+    deferred: bool, device: str, driver: Driver, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    # Nor is it lost: its memory can be had by others, once the device has finished with it, and so can it.
+    with make(device, spec(device, 1), scrub=True, deferred_reclamation=deferred, capacity=10) as cache:
+        busy, pattern = Busy(cache, monkeypatch), Pattern(cache)
+        cache.alloc_reqid(), cache.alloc_reqid()
+        assert stepped(cache, {0: 6, 1: 2})[0] == 0
+        pattern.write(0, 0, 6), pattern.write(1, 0, 2)
+        cache.free_reqid(0)
+        with fail(driver, Call.ZERO, 1, BROKEN), pytest.raises(vt.DriverError, match="cuMemsetD8Async"):
+            cache.alloc_reqid(prompt_tokens=6)
+        cache.check_integrity()
+        assert stats(cache).num_active_slots == 1
+        assert busy.num_stops == 0
+        assert stepped(cache, {1: 10})[0] == 0
+        assert busy.num_stops > 0  # before its memory was taken
+        assert not any(view[1, 2:10].any() for view in cache.layer(0))
+        assert stats(cache).num_reclaiming_slots == 0
+        assert stepped(cache, {1: 1})[0] == 0
+        assert cache.alloc_reqid() == 0
+        assert stepped(cache, {0: 6})[0] == 0
+        assert not any(view[0, :6].any() for view in cache.layer(0))
 
 
 def test_a_need_that_cannot_wait_unmaps_what_waits(device: str, monkeypatch: pytest.MonkeyPatch) -> None:

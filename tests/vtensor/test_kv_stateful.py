@@ -69,6 +69,7 @@ class Request:
 
     salt: int
     length: int = 0
+    computed: int = 0  # tokens that it had before the iteration that is under way
     low: dict[int, int] = field(default_factory=dict)  # places that windows have passed, by buffer
 
 
@@ -137,28 +138,29 @@ class Machine(RuleBasedStateMachine):
             request = self.requests[slot]
             for number, buffer in enumerate(self.cache.config.buffers):
                 if 0 < tokens < request.length and buffer.spec.window is not None:
-                    first = max(0, tokens - buffer.spec.window)
+                    first = max(0, tokens - buffer.spec.window - self.options["overread_tokens"])
                     if first * buffer.row_bytes < request.low.get(number, 0) * size:
                         return True
         return False
 
     def apply(self, counts: dict[int, int]) -> None:
         """Take over the lengths; write what is new, and read all that a new token sees."""
-        lookahead, size = self.options["lookahead_tokens"], page(self.device)
+        margin, size = self.options["lookahead_tokens"] + self.options["overread_tokens"], page(self.device)
         for slot, tokens in counts.items():
             request = self.requests[slot]
             if tokens == 0:
                 continue
             before = request.length
+            request.computed = before if tokens > before else min(request.computed, tokens - 1)
             for number, buffer in enumerate(self.cache.config.buffers):
                 if buffer.spec.window is not None:
-                    first = max(0, min(before, tokens - 1) - buffer.spec.window + 1 - lookahead)
+                    first = max(0, request.computed - buffer.spec.window + 1 - margin)
                     request.low[number] = max(request.low.get(number, 0), first * buffer.row_bytes // size)
             if tokens > before:
                 self.check_new(slot, before, tokens)
                 self.pattern.write(slot, before, tokens, request.salt)
             request.length = tokens
-            self.pattern.check(slot, tokens, min(before, tokens - 1), request.salt)
+            self.pattern.check(slot, tokens, request.computed, request.salt)
 
     def check_new(self, slot: int, before: int, tokens: int) -> None:
         """Memory that is new holds nothing of others: no NaN of a neighbour's, and with `scrub` nothing at all."""

@@ -10,7 +10,7 @@ from compiled code that keeps no books. The rival makes these calls from Python,
 **In bulk.** Commit of a large range with ever larger handles (`max_size_class_bytes`): GB/s until the call returns, of
 fresh and of recycled memory. The ceiling is again the driver, with handles of just that size.
 
-Predicted for an H200, from earlier measurements, where map and set_access took 22 to 31 us a handle, whatever its size up to
+Predicted for an H200, from earlier measurements: map and set_access took 22 to 31 us a handle, whatever its size up to
 32 MiB, and create 10 more:
 
 - recycled 27 us a page group, scattered or not, through the mapper or not; fresh 38, and 5 more where each place is

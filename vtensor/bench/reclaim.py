@@ -13,9 +13,9 @@
 The device is idle, and nothing else goes on in the background when the clock starts.
 
 Predicted for an H200 (Llama-3-8B: 128 KiB a token, in two slices, so that P = 1k, 4k and 16k are 64, 256 and 1,024 page
-groups of 2 MiB), from earlier measurements: a handle of up to 64 MiB costs 38 us cold and 27 us recycled, and the prompts need 2,
-8 and 32 such handles: 0.08, 0.3 and 1.2 ms cold, 0.05, 0.2 and 0.9 ms without deferral; and 60 us of Python for the two
-calls, which is all that is left on a deferred or an eager slot.
+groups of 2 MiB), from earlier measurements: a handle of up to 64 MiB costs 38 us cold and 27 us recycled, and the
+prompts need 2, 8 and 32 such handles: 0.08, 0.3 and 1.2 ms cold, 0.05, 0.2 and 0.9 ms without deferral; and 60 us of
+Python for the two calls, which is all that is left on a deferred or an eager slot.
 """
 
 from __future__ import annotations

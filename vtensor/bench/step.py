@@ -11,9 +11,9 @@
 
 After the first start all page groups are recycled ones, as in a server that has been running for a while.
 
-Predicted for an H200, from earlier measurements of the calls: a step with nothing to map 15 us, since ten NumPy calls take 16 and there are
-fewer of them left; one that was looked ahead 30 us more (256 records written into the mapper's ring, one eventfd); one
-that was not 256 x 27 us = 6,900 us (map 1.4, set_access 25). Targets: 15 us, and 50 us beyond.
+Predicted for an H200, from earlier measurements of the calls: a step with nothing to map 15 us, since ten NumPy calls
+take 16 and there are fewer of them left; one that was looked ahead 30 us more (256 records written into the mapper's
+ring, one eventfd); one that was not 256 x 27 us = 6,900 us (map 1.4, set_access 25). Targets: 15 us, and 50 us beyond.
 """
 
 from __future__ import annotations

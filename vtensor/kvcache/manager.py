@@ -454,7 +454,7 @@ class KVCacheManager(Unpicklable):
             self.closed = True
             self._views.clear()
             self._region.drop()
-            if self._owns_pool:
+            if self._owns_pool and not self.pool.closed:
                 self.pool.retire()
             if self._region.is_viewed:
                 warnings.warn(

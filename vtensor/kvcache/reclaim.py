@@ -336,9 +336,15 @@ class SlotMemory:
         """Give a slot, with the page groups that it holds, to a new request: after the last one's kernels."""
         streams = self._region.streams
         streams.current()
-        streams.wait(self._call_back(slot))
+        events = self._call_back(slot)
+        streams.wait(events)
         if self._scrub:
-            self._zero(slot)
+            try:
+                self._zero(slot)
+            except BaseException:
+                self._events[slot] = events
+                self._give_up(slot)
+                raise
         self._slots.activate(slot)
 
     def defer(self, slot: int) -> None:
