@@ -6,7 +6,7 @@ import os
 import threading
 import weakref
 from collections.abc import Callable
-from contextlib import suppress
+from contextlib import nullcontext, suppress
 from typing import TYPE_CHECKING, Any
 
 import numpy as np
@@ -183,8 +183,8 @@ class AddressSpace(Unpicklable):
         Waits for a commit that another thread is at: a place counts as mapped once it is also zeroed, in the order of
         that commit's stream.
         """
-        self.pool.driver.check_process()  # before the lock, which a thread of the parent may have held
-        with self._lock:
+        # A forked child reads its copy, and not behind a lock that a thread of the parent may have held.
+        with self._lock if self.pool.driver.is_own_process else nullcontext():
             return int(self._plan.count_missing(self.arrays, ranges))
 
     def commit(
@@ -264,6 +264,7 @@ class AddressSpace(Unpicklable):
         ranges : ndarray of int64, shape [n, 4]
             As for `commit`.
         """
+        self.pool.driver.check_process()
         with self._lock, interrupts_held():  # a job that is not noted would not be waited for
             self.check_open()
             self._check_ranges(ranges)
@@ -347,6 +348,7 @@ class AddressSpace(Unpicklable):
         DriverError
             The driver refused; nothing was changed.
         """
+        self.pool.driver.check_process()
         one, other = sorted((self, source), key=id)  # in one order, whoever aliases what
         with one._lock, other._lock, interrupts_held():
             self.check_open()
@@ -373,9 +375,10 @@ class AddressSpace(Unpicklable):
 
     def close(self) -> None:
         """Unmap everything and give the addresses back. The device must have finished. A second call does nothing."""
+        if not self.closed:
+            self.pool.driver.check_process()
         with self._lock, interrupts_held():
             if not self.closed:
-                self.pool.driver.check_process()
                 _take_down(self.pool, self.arrays, self.reservation, self._jobs)
                 self.pool.disown(self)
                 self._finalizer.detach()

@@ -197,6 +197,7 @@ class PagePool(Unpicklable):
 
     def new_content(self) -> int:
         """A mark, never given before, for data whose owner does not want to meet somebody else's."""
+        self.driver.check_process()
         with self._lock:
             self._next_content += 1
             return self._next_content
@@ -209,6 +210,7 @@ class PagePool(Unpicklable):
         int
             Bytes given back.
         """
+        self.driver.check_process()  # before the lock, which a thread of the parent may have held
         with self._lock:
             self.check_open()
             outcome = _release_free(self._native, self.arrays)
@@ -273,6 +275,7 @@ class PagePool(Unpicklable):
         """
         if self.closed:
             return
+        self.driver.check_process()
         with self._lock:
             spaces = list(self._spaces)
             for space in spaces:
@@ -290,6 +293,8 @@ class PagePool(Unpicklable):
         VTensorError
             Page groups are still mapped; close the caches and tensors that use the pool first.
         """
+        if not self.closed:
+            self.driver.check_process()
         with self._lock:
             if self.closed:
                 return

@@ -145,9 +145,14 @@ class Driver(Unpicklable, ABC):
 
     # -- the calls ----------------------------------------------------------------------------------------------
 
+    @property
+    def is_own_process(self) -> bool:
+        """Whether this is the process that made this driver, and no forked child of it."""
+        return os.getpid() == self._process_id
+
     def check_process(self) -> None:
         """Raise `ForkedError` in a child of the process that made this driver."""
-        if os.getpid() != self._process_id:
+        if not self.is_own_process:
             raise ForkedError(
                 f"vtensor memory of process {self._process_id} was used in its forked child {os.getpid()}; "
                 "start workers with the 'spawn' method, or make new pools and tensors in the child"

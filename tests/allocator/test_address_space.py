@@ -75,6 +75,15 @@ def test_runs_share_their_calls(make_space: MakeSpace) -> None:
     assert [made.call for made in calls] == [Call.UNMAP] * 2
 
 
+@pytest.mark.parametrize("mark", [{}, {"content": 0}, {"content": -1}])
+def test_data_has_an_owner(make_space: MakeSpace, mark: dict[str, int]) -> None:
+    # What is written under no mark would pass for zeros, and be shown to whoever comes next.
+    space = make_space()
+    with record(space.pool.driver) as calls, pytest.raises(ValueError, match="new_content"):
+        space.commit(ranges((0, 1)), **mark)
+    assert (len(calls), space.num_mapped) == (0, 0)
+
+
 @pytest.mark.parametrize("rows", [(), ((0, 0),), ((3, 0), (16, 0))], ids=str)
 def test_nothing_asked_for_is_no_driver_call(make_space: MakeSpace, rows: tuple[tuple[int, int], ...]) -> None:
     space, other = make_space(), make_space()

@@ -616,6 +616,44 @@ def test_close_waits_for_what_the_mapper_is_at(space: AddressSpace, pool: PagePo
             do()
 
 
+def test_mapped_ahead_and_closed_64_times(device: str) -> None:
+    driver = get_driver(device)
+    free = []
+    for _ in range(65):
+        pool = PagePool(device)
+        space = AddressSpace(pool, 64 << 20)
+        jobs = [
+            ahead(space, (first, space.num_places // 4)) for first in range(0, space.num_places, space.num_places // 4)
+        ]
+        jobs[1].wait()
+        space.close()
+        pool.close()
+        if device == "cpu":
+            assert driver.live_bytes == 0  # type: ignore[attr-defined]
+        free.append(driver.memory_info()[0])
+    assert free[-1] > free[0] - (512 << 20)  # and not 4 GiB less; others use the machine too
+
+
+@HOST_ONLY
+@pytest.mark.parametrize("is_forgotten", [False, True])
+def test_close_waits_for_the_mappers_stream(
+    make_space: MakeSpace, monkeypatch: pytest.MonkeyPatch, is_forgotten: bool
+) -> None:
+    # It may still be zeroing what is unmapped.
+    space = make_space()
+    arrays, driver = space.arrays, space.pool.driver
+    ahead(space, (0, 4)).wait()
+    log: list[tuple[int, int]] = []
+    monkeypatch.setattr(get_mapper(driver), "stream", 77)
+    monkeypatch.setattr(type(driver), "finish", lambda self, stream: log.append((stream, int(arrays.header[0]))))
+    if is_forgotten:
+        del space
+        gc.collect()
+    else:
+        space.close()
+    assert (log, arrays.header[words.NUM_MAPPED]) == ([(77, 4)], 0)
+
+
 def test_close_with_places_that_nobody_needed(make_pool: MakePool) -> None:
     for num_page_groups in (32, None):
         pool = make_pool(num_page_groups, size_classes=FOUR)
@@ -868,6 +906,38 @@ def test_a_full_ring_holds_up_who_submits(make_pool: MakePool) -> None:
     assert [job.num_done for job in jobs] == [1] * num_jobs
     assert all(job.is_done for job in jobs)
     assert table(space) == [-1, -1, 0, 0]
+
+
+def test_who_waits_for_a_full_ring_is_let_go_at_the_end() -> None:
+    queue = np.zeros(mapper_native.QUEUE_WORDS, np.int64)
+    jobs = np.zeros((1030, mapper_native.JOB_WORDS), np.int64)
+    for job in jobs[:1024]:
+        mapper_native.submit(queue, job)
+    submitting = [Background(lambda job=job: mapper_native.submit(queue, job)) for job in jobs[1024:]]  # type: ignore[misc]
+    assert all(one.is_running for one in submitting)
+    mapper_native.stop(queue)
+    mapper_native.serve(queue)
+    for one, job in zip(submitting, jobs[1024:], strict=True):
+        one.join()
+        mapper_native.wait(queue, job)
+    assert all(mapper_native.is_done(queue, job) for job in jobs)
+
+
+class BrokenDriver:
+    """One whose threads cannot work."""
+
+    device = "cpu"
+
+    def new_stream(self) -> int:
+        return 0
+
+    def background_thread(self) -> object:
+        raise ZeroDivisionError
+
+
+def test_a_mapper_that_does_not_start() -> None:
+    with pytest.raises(DriverError, match="ZeroDivisionError"):
+        Mapper(BrokenDriver())  # type: ignore[arg-type]
 
 
 @HOST_ONLY
@@ -1172,6 +1242,57 @@ def test_fork_while_the_mapper_works(space: AddressSpace, make_space: MakeSpace,
     assert (job.num_done, pending.num_done, space.num_ahead) == (2, 1, 10)
     assert values(space, *range(8)) == list(range(1, 9))
     space.commit(ranges((0, 32)), content=MINE)
+
+
+@HOST_ONLY
+def test_fork_while_another_thread_holds_every_lock(make_space: MakeSpace, pool: PagePool) -> None:
+    space, other = make_space(), make_space()
+    space.commit(ranges((0, 8)), content=MINE)
+    locked, go_on = threading.Event(), threading.Event()
+
+    def hold_locks() -> None:
+        with space._lock, other._lock, pool._lock, mapper_module._lock:
+            locked.set()
+            go_on.wait(60)
+
+    def use() -> list[str]:
+        raised = []
+        for do in (
+            lambda: space.commit(ranges((0, 8)), content=MINE),
+            lambda: space.count_missing(ranges((0, 8))),
+            lambda: ahead(space, (0, 8)),
+            lambda: space.withdraw(ranges((0, 8))),
+            lambda: space.decommit(ranges((0, 8)), forget_content=False),
+            lambda: space.decommit_later(ranges((0, 8)), forget_content=False),
+            lambda: other.alias(0, space, 0, 8),
+            space.settle,
+            space.check_integrity,
+            space.close,
+            lambda: AddressSpace(pool, 1),
+            pool.new_content,
+            pool.check_integrity,
+            pool.trim,
+            pool.retire,
+            pool.close,
+        ):
+            try:
+                do()
+                raised.append("nothing")
+            except ForkedError:
+                raised.append("ForkedError")
+        own = PagePool("cpu", page_group_bytes=4096)
+        mine = AddressSpace(own, 4096)
+        ahead(mine, (0, 1)).wait()
+        mine.close()
+        own.close()
+        return raised
+
+    holder = Background(hold_locks)
+    assert locked.wait(60)
+    outcome = in_child(use)
+    go_on.set()
+    holder.join()
+    assert outcome == (0, str(["ForkedError"] * 16))
 
 
 @HOST_ONLY

@@ -15,10 +15,11 @@ from collections.abc import Callable
 
 import numpy as np
 import pytest
+import torch
 
 from tests.helpers.child import in_child
 from tests.helpers.faults import fail, record
-from tests.helpers.memory import access_at, fill_place, place_value, ranges
+from tests.helpers.memory import access_at, fill_place, place_value, ranges, tensor_at
 from vtensor.allocator import words
 from vtensor.allocator.address_space import AddressSpace, Shortage, out_of_pages
 from vtensor.allocator.driver import Call, get_driver
@@ -193,6 +194,43 @@ def test_capacity_beyond_the_device(device: str) -> None:
     pool.check_integrity()
     space.close()
     pool.close()
+
+
+@pytest.mark.parametrize("num_page_groups", [None, 8])
+def test_headroom(make_pool: MakePool, monkeypatch: pytest.MonkeyPatch, num_page_groups: int | None) -> None:
+    pool = make_pool(num_page_groups)
+    space = AddressSpace(pool, 8 * pool.page_group_bytes)
+    space.commit(ranges((0, 8)), content=2)
+    space.decommit(ranges((5, 3)), forget_content=False)
+    for free_bytes in (0, 1, 3 * pool.page_group_bytes):
+        monkeypatch.setattr(type(pool.driver), "memory_info", lambda self, free=free_bytes: (free, 1 << 30))
+        others = free_bytes // pool.page_group_bytes
+        assert pool.headroom() == ((3, 8) if num_page_groups else (3 + others, 8 + others))
+    space.commit(ranges((5, 3)), content=2)
+    monkeypatch.setattr(type(pool.driver), "memory_info", lambda self: (0, 1 << 30))
+    assert (pool.headroom(), pool.num_available >= 0) == ((0, 8), True)
+
+
+@pytest.mark.parametrize("size_classes", [1, 6])
+def test_6912_bytes_are_one_page_group(make_pool: MakePool, device: str, size_classes: int) -> None:
+    pool = make_pool(8, page_group_bytes=get_driver(device).default_page_group_bytes, size_classes=size_classes)
+    space = AddressSpace(pool, 6912)
+    assert (space.num_places, space.size_bytes) == (1, pool.page_group_bytes)
+    assert space.commit(ranges((0, 1)), content=2) == 1
+    whole = tensor_at(device, space.base, 6912)
+    whole.copy_(torch.arange(6912) % 251)
+    assert whole.cpu().equal((torch.arange(6912) % 251).to(torch.uint8))
+    assert pool.stats().mapped_page_groups == 1
+
+
+def test_no_bytes_are_no_driver_call(pool: PagePool, make_space: MakeSpace) -> None:
+    space = make_space()
+    with record(pool.driver) as calls:
+        with pytest.raises(ValueError, match="positive multiple"):
+            AddressSpace(pool, 0)
+        assert space.commit(ranges((0, 0)), content=2) == 0
+        assert space.decommit(ranges((16, 0)), forget_content=True) == 0
+    assert len(calls) == 0
 
 
 # -- giving back --------------------------------------------------------------------------------------------------

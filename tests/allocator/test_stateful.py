@@ -14,7 +14,14 @@ from typing import Any
 import pytest
 from hypothesis import HealthCheck, settings
 from hypothesis import strategies as st
-from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, rule, run_state_machine_as_test
+from hypothesis.stateful import (
+    RuleBasedStateMachine,
+    initialize,
+    invariant,
+    precondition,
+    rule,
+    run_state_machine_as_test,
+)
 
 from tests.helpers.faults import BROKEN, fail, record
 from tests.helpers.memory import fill_place, handles, place_value, ranges, rows
@@ -491,11 +498,18 @@ class MixedMachine(RuleBasedStateMachine):
             self._adapt(side, forget)
 
     @rule(
-        number=SPACES, source=SPACES, to=WIDE_PLACES, start=WIDE_PLACES, count=st.integers(0, 8),
-        writable=st.booleans(), faults=WIDE_FAULTS,
+        number=SPACES, source=SPACES, to=WIDE_PLACES, pick=st.integers(0, 20), count=st.integers(0, 8),
+        shift=st.sampled_from([0, 0, 0, 1]), writable=st.booleans(), faults=WIDE_FAULTS,
     )  # fmt: skip
-    def alias(self, number: int, source: int, to: int, start: int, count: int, writable: bool, faults: Faults) -> None:
+    def alias(
+        self, number: int, source: int, to: int, pick: int, count: int, shift: int, writable: bool, faults: Faults
+    ) -> None:
         side, origin = self.sides[number], self.sides[source]
+        there = handles(origin.space) or [(0, 1)]
+        start, size = there[pick % len(there)]  # mostly a handle, sometimes more or less
+        start, count = start + shift, count if pick % 3 == 0 else size
+        empty = [place for place in range(NUM_WIDE) if not self._entries(side)[place]]
+        to = empty[to % len(empty)] if empty and to % 4 else to
         places = range(start, start + count)
         is_possible = (
             max(to, start) + count <= NUM_WIDE
@@ -513,16 +527,19 @@ class MixedMachine(RuleBasedStateMachine):
         elif "nothing was changed" in error:
             assert self._entries(side) == before
 
-    @rule(number=SPACES, place=WIDE_PLACES)
-    def write(self, number: int, place: int) -> None:
+    @rule(number=SPACES, pick=st.integers(0, 20))
+    def write(self, number: int, pick: int) -> None:
         side = self.sides[number]
-        shown = side.held.get(place)
-        if shown is not None and not side.space.arrays.read_only[place] and self.next_value < 256:
+        writable = [place for place in sorted(side.held) if not side.space.arrays.read_only[place]]
+        if writable and self.next_value < 256:
+            place = writable[pick % len(writable)]
+            shown = side.held[place]
             shown.value = self.next_value
             self.owner_of[shown.value] = shown.owner
             fill_place(side.space, place, shown.value)
             self.next_value += 1
 
+    @precondition(lambda self: self.pool.num_available < 4)
     @rule(number=SPACES, faults=WIDE_FAULTS)
     def close_and_reopen(self, number: int, faults: Faults) -> None:
         side = self.sides[number]
@@ -532,6 +549,7 @@ class MixedMachine(RuleBasedStateMachine):
         else:
             self._adapt(side, False)
 
+    @precondition(lambda self: self.pool.stats().free_page_groups > 0)
     @rule(faults=WIDE_FAULTS)
     def trim(self, faults: Faults) -> None:
         before = self.pool.stats()

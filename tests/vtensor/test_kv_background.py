@@ -341,6 +341,30 @@ def test_best_fit_keeps_no_slot_that_is_empty(nth: int, device: str, driver: Dri
         cache.check_integrity()
 
 
+def test_a_spare_slot_outlives_look_ahead_that_is_dropped_meanwhile(
+    device: str, driver: Driver, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    # Look-ahead fails between the choice of a spare slot and the order to map it.
+    with make(device, spec(device, 1), lookahead_tokens=1, **EAGER) as cache:
+        spare = cache._slots.spare
+
+        def spare_and_wait(slot: int, tokens: int) -> Any:
+            ranges = spare(slot, tokens)
+            cache._region.space.settle()
+            return ranges
+
+        monkeypatch.setattr(cache._slots, "spare", spare_and_wait)
+        cache.alloc_reqid()
+        with delay(driver, Call.MAP, 5000), fail(driver, Call.SET_ACCESS, 2, BROKEN):  # the first is the step's own
+            assert stepped(cache, {0: 5}) == (0, 5, 0)
+            found = stats(cache)
+        assert (found.num_dropped_ahead, found.ahead_page_groups) == (1, 5)
+        cache.check_integrity()
+        assert states(cache)[1] == DEFERRED
+        assert cache.alloc_reqid(prompt_tokens=5) == 1
+        assert stepped(cache, {1: 5}) == (0, 5, 5)
+
+
 def test_best_fit_among_what_was_freed_without_a_token(device: str) -> None:
     with make(device, spec(device, 1), max_batch_size=3, lookahead_tokens=1) as cache:
         assert [cache.alloc_reqid() for _ in range(3)] == [0, 1, 2]

@@ -46,6 +46,7 @@ class LookAhead:
 
     def ask(self, seq_lens: Int64) -> None:
         """Have mapped what the slots of a step may need in the next one."""
+        self.collect()
         self._submit(self._slots.plan.ahead_ranges(self._slots.arrays, seq_lens))
 
     def look_for_spare(self) -> None:
@@ -90,5 +91,4 @@ class LookAhead:
 
     def _submit(self, ranges: Int64) -> None:
         if len(ranges):
-            self.collect()
             self._jobs.append(self._region.commit_ahead(ranges))
