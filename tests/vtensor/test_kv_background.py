@@ -163,6 +163,20 @@ def test_a_real_need_takes_what_was_mapped_ahead(size_classes: int, is_late: boo
         assert stepped(cache, {0: 3, 1: 18}) == (1, 0, 0)
 
 
+def test_look_ahead_that_was_taken_is_made_again(device: str) -> None:
+    with make(device, spec(device, 1), lookahead_tokens=8, capacity=20) as cache:
+        cache.alloc_reqid(), cache.alloc_reqid()
+        assert stepped(cache, {0: 2, 1: 2})[0] == 0
+        stats(cache)
+        assert stepped(cache, {1: 18})[0] == 0  # takes all that slot 0 had ahead
+        assert stats(cache).ahead_page_groups == 0
+        cache.free_reqid(1)
+        cache.pool.ask_holders(100)
+        assert stepped(cache, {0: 3}) == (0, 1, 0)
+        assert stats(cache).ahead_page_groups == 8
+        assert stepped(cache, {0: 11}) == (0, 8, 8)
+
+
 @pytest.mark.parametrize("options", [{}, {"eager_slot": True}, {"lookahead_tokens": 5}], ids=str)
 @pytest.mark.parametrize("size_classes", [1, 2, 6])
 def test_a_shortfall_is_exact_whatever_was_mapped_ahead(size_classes: int, options: Any, device: str) -> None:

@@ -114,8 +114,10 @@ def test_a_window_keeps_what_it_needs_and_no_page_group_more(
         cache.check_integrity()
 
 
-def test_a_long_prompt_has_all_of_its_memory_for_one_iteration(device: str) -> None:
-    with make(device, spec(device, ROWS, window=8), max_context_tokens=256) as cache:
+@pytest.mark.parametrize("size_classes", [1, 5])
+def test_a_long_prompt_has_all_of_its_memory_for_one_iteration(size_classes: int, device: str) -> None:
+    # Where the pool has large handles, a window has small ones all the same: they go one by one.
+    with make(device, spec(device, ROWS, window=8), max_context_tokens=256, size_classes=size_classes) as cache:
         pattern = Pattern(cache)
         cache.alloc_reqid()
         assert cache.step([200, 0, 0, 0])
@@ -184,6 +186,23 @@ def test_every_query_sees_the_data_of_its_window(model: str, chunk: int, layout:
                     pattern.check(slot, count)  # the last token once more
             counts = grown
         cache.check_integrity()
+
+
+@pytest.mark.parametrize("model", MODELS)
+def test_a_step_that_is_made_again_keeps_what_its_iteration_sees(model: str, device: str) -> None:
+    # The first of the new tokens sees furthest back, however often the engine asked before it ran.
+    with windowed(device, model, lookahead_tokens=1) as cache:
+        pattern = Pattern(cache)
+        cache.alloc_reqid()
+        before = 0
+        for tokens in (40, 75, 76, 130, 133):
+            for _ in range(3):
+                assert cache.step(lengths(cache, {0: tokens}))
+            pattern.write(0, before, tokens)
+            pattern.check(0, tokens, position=before)
+            before = tokens
+        assert cache.step(lengths(cache, {0: 134}))
+        pattern.check(0, 133, position=133)
 
 
 @pytest.mark.parametrize(("lookahead", "layout"), [(1, "sliced"), (4, "sliced"), (4, "per_layer")])
