@@ -10,7 +10,7 @@ import pytest
 import torch
 
 import vtensor as vt
-from tests.vtensor.caches import Pattern, lengths, make, page, spec, stats
+from tests.vtensor.caches import Pattern, is_zero, lengths, make, page, spec, stats
 
 FP8, FP16, BF16, FP32 = torch.float8_e4m3fn, torch.float16, torch.bfloat16, torch.float32
 Layers = list[vt.LayerSpec]
@@ -87,7 +87,7 @@ def test_a_mixed_model_is_served(model: str, option: str, layout: str, device: s
                 continue
             for slot, count in grown.items():
                 if scrubbed := option == "scrubbed" and counts[slot] == 0 and count:
-                    assert not any(view[slot, :count].any() for i in range(len(layers)) for view in cache.layer(i))
+                    assert all(is_zero(view[slot, :count]) for i in range(len(layers)) for view in cache.layer(i))
                 if count > counts[slot] or scrubbed:
                     pattern.write(slot, counts[slot], count, salts[slot])
                 if count:
