@@ -376,31 +376,30 @@ def _take_handles(
 @compiled
 def _runs_ahead(space: SpaceArrays, ranges: Int64) -> Int64:
     """Maximal runs of places within each range that are mapped ahead: rows of (first place, number of places)."""
-    runs = np.empty((0, 2), np.int64)
-    for writing in (False, True):  # count them, then note them
-        found = 0
-        for row in range(len(ranges)):
-            place, end = ranges[row, FIRST], ranges[row, FIRST] + ranges[row, COUNT]
-            while place < end:
-                first = place
-                while place < end and space.table[place] < 0:
-                    place += 1
-                if place > first:
-                    if writing:
-                        runs[found, 0], runs[found, 1] = first, place - first
-                    found += 1
-                else:
-                    place += 1
-        if not writing:
-            runs = np.empty((found, 2), np.int64)
-    return runs
+    most = 0
+    for row in range(len(ranges)):
+        most += (ranges[row, COUNT] + 1) // 2
+    runs, found = np.empty((most, 2), np.int64), 0
+    for row in range(len(ranges)):
+        place, end = ranges[row, FIRST], ranges[row, FIRST] + ranges[row, COUNT]
+        while place < end:
+            first = place
+            while place < end and space.table[place] < 0:
+                place += 1
+            if place > first:
+                runs[found, 0], runs[found, 1] = first, place - first
+                found += 1
+            else:
+                place += 1
+    return runs[:found]
 
 
 @compiled
 def _enter_service(space: SpaceArrays, runs: Int64) -> None:
     for row in range(len(runs)):
-        first, count = runs[row]
-        space.table[first : first + count] *= -1
+        first, count = runs[row, 0], runs[row, 1]
+        for place in range(first, first + count):  # a slice would cost more than the few places of most runs
+            space.table[place] = -space.table[place]
         space.header[NUM_AHEAD] -= count
 
 

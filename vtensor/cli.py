@@ -20,7 +20,7 @@ app.add_typer(bench_app, name="bench")
 
 Debug = Annotated[bool, typer.Option("--debug", help="Show the traceback of an error.")]
 DEVICE_HELP = "cpu, cuda or cuda:<index>."
-BenchDevice = Annotated[str, typer.Option("--device", help=DEVICE_HELP)]
+Device = Annotated[str | None, typer.Option("--device", help=f"{DEVICE_HELP} Default: the first GPU, else cpu.")]
 Small = Annotated[bool, typer.Option("--small", help="Little of everything, for a first look (a few seconds).")]
 Rounds = Annotated[int | None, typer.Option(help="Rounds. Default: the benchmark's own number.")]
 Output = Annotated[Path | None, typer.Option(help="Append the results to this file, as JSON lines.")]
@@ -112,7 +112,7 @@ def demo(
     model: Annotated[
         str | None, typer.Option(help="A folder or a model id of the Hugging Face hub. Default: SmolLM2-135M-Instruct.")
     ] = None,
-    device: Annotated[str | None, typer.Option(help=f"{DEVICE_HELP} Default: the first GPU, else cpu.")] = None,
+    device: Device = None,
     layout: Annotated[Literal["sliced", "per_layer"], typer.Option(help="How the cache lies in memory.")] = "sliced",
     prompt: Annotated[list[str] | None, typer.Option(help="Ask this; may be given several times.")] = None,
     max_new_tokens: Annotated[int, typer.Option(help="Tokens to answer with, at most.")] = 48,
@@ -149,7 +149,7 @@ def _bench() -> None:
 @bench_app.command()
 @_sentence_on_error
 def api(
-    device: BenchDevice = "cpu",
+    device: Device = None,
     small: Small = False,
     rounds: Annotated[int | None, typer.Option(help="Rounds of each handle size. Default: 200, or 10.")] = None,
     output: Output = None,
@@ -161,16 +161,17 @@ def api(
 
     from vtensor.bench.api import measure, render
     from vtensor.bench.record import new_record, write_records
+    from vtensor.devices import fastest_device
 
     rounds = (10 if small else 200) if rounds is None else rounds
-    device = "cuda:0" if device == "cuda" else device
+    name = "cuda:0" if device == "cuda" else device or fastest_device()
     console = Console()
     with Progress(console=Console(stderr=True), transient=True) as progress:
-        task = progress.add_task(f"virtual-memory calls of {device}")
-        results = measure(device, rounds, lambda done, total: progress.update(task, completed=done, total=total))
-    record = new_record("api", device, {"rounds": rounds})
+        task = progress.add_task(f"virtual-memory calls of {name}")
+        results = measure(name, rounds, lambda done, total: progress.update(task, completed=done, total=total))
+    record = new_record("api", name, {"rounds": rounds})
     hardware = record["hardware"]
-    console.print(render(results, f"{device}: {hardware['gpu'] or hardware['cpu']}, {rounds} rounds"))
+    console.print(render(results, f"{name}: {hardware['gpu'] or hardware['cpu']}, {rounds} rounds"))
     if output is not None:
         write_records(output, ({**record, **result.as_record()} for result in results))
         console.print(f"{len(results)} lines appended to {output}", highlight=False)
@@ -180,7 +181,7 @@ def _add_benchmark(name: str, summary: str) -> None:
     @bench_app.command(name, help=summary)
     @_sentence_on_error
     def run(
-        device: BenchDevice = "cpu",
+        device: Device = None,
         small: Small = False,
         rounds: Rounds = None,
         output: Output = None,
@@ -189,8 +190,10 @@ def _add_benchmark(name: str, summary: str) -> None:
         from importlib import import_module
 
         from vtensor.bench.report import run_and_report
+        from vtensor.devices import fastest_device
 
-        benchmark = import_module(f"vtensor.bench.{name}").benchmark(device, small=small, rounds=rounds)
+        module = import_module(f"vtensor.bench.{name}")
+        benchmark = module.benchmark(device or fastest_device(), small=small, rounds=rounds)
         run_and_report(benchmark, output)
 
 

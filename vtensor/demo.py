@@ -16,7 +16,7 @@ from rich.progress_bar import ProgressBar
 from rich.table import Table
 from rich.text import Text
 
-from vtensor.devices import resolve_device
+from vtensor.devices import fastest_device, resolve_device
 from vtensor.integrations.hub import check_memory, find_model, load_model
 from vtensor.kvcache import KVCacheConfig, KVCacheManager, KVCacheStats, SlotState
 from vtensor.kvcache.config import Layout
@@ -283,7 +283,7 @@ def run(
             raise ValueError(f"{option} {value} must be at least 1")
     if not prompts or not all(prompt.strip() for prompt in prompts):
         raise ValueError("--prompt must not be empty")
-    place = resolve_device(device or ("cuda:0" if torch.cuda.is_available() else "cpu"))
+    place = resolve_device(device or fastest_device())
     source = find_model(model)
     check_memory(source, place, _DTYPE)
     hint = " (unpacking a GGUF file takes a while)" if source.gguf_file else ""

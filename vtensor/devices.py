@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import torch
 
-__all__ = ["device_name", "resolve_device"]
+__all__ = ["device_name", "fastest_device", "resolve_device"]
 
 
 def resolve_device(device: torch.device | str | int | None) -> torch.device:
@@ -34,6 +34,11 @@ def resolve_device(device: torch.device | str | int | None) -> torch.device:
     if index >= torch.cuda.device_count():
         raise ValueError(f"device={device!r}: there are {torch.cuda.device_count()} CUDA devices")
     return torch.device("cuda", index)
+
+
+def fastest_device() -> str:
+    """What a command uses unless it is told otherwise: the first GPU, or else the CPU."""
+    return "cuda:0" if torch.cuda.is_available() else "cpu"
 
 
 def device_name(device: torch.device) -> str:

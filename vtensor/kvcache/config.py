@@ -24,6 +24,7 @@ __all__ = ["KVCacheConfig", "Layout", "check_positive"]
 Layout = Literal["sliced", "per_layer"]
 
 _ADDRESS_SPACE_BYTES = 128 * TIB
+_MOST_LAYERS = 65_536  # more than any model has, and few enough to list them
 _MOST_LAYERS_PER_SLICE = 16
 _MOST_WASTE = 20  # one part in so many
 
@@ -130,10 +131,13 @@ class KVCacheConfig:
                 raise ValueError(f"{name}=None must be a positive integer; give {', '.join(names)}, or else layers")
             if getattr(self, name) is not None:
                 check_positive(name, getattr(self, name))
+        if self.layers is not None and (not isinstance(self.layers, Sequence) or not self.layers):
+            raise ValueError(f"layers={self.layers!r} must be a sequence of at least one LayerSpec")
+        num_layers = self.num_layers if self.layers is None else len(self.layers)
+        if num_layers > _MOST_LAYERS:
+            raise ValueError(f"num_layers={num_layers:,} must be at most {_MOST_LAYERS:,}")
         if self.layers is None:
             return
-        if not isinstance(self.layers, Sequence) or not self.layers:
-            raise ValueError(f"layers={self.layers!r} must be a sequence of at least one LayerSpec")
         for number, spec in enumerate(self.layers):
             if not isinstance(spec, LayerSpec):
                 raise ValueError(f"layers[{number}]={spec!r} must be a LayerSpec")
@@ -181,10 +185,7 @@ class KVCacheConfig:
                 )
 
     def _check_addresses(self) -> None:
-        # First without rounding, which needs no list of layers: their number may be absurd.
-        needed = self.max_batch_size * self.slot_tokens * self.bytes_per_token
-        if needed < _ADDRESS_SPACE_BYTES:
-            needed = self.reserved_bytes
+        needed = self.reserved_bytes
         if needed >= _ADDRESS_SPACE_BYTES:
             tokens = f"max_context_tokens={self.max_context_tokens:,}"
             if self.overread_tokens:

@@ -312,7 +312,8 @@ class KVCacheManager(Unpicklable):
     def layer(self, index: int, *, plain: bool = False) -> tuple[torch.Tensor, torch.Tensor]:
         """K and V of a layer: strided views, each [max_batch_size, max_context_tokens, num_kv_heads, head_dim].
 
-        They have the same addresses for the cache's whole life, and the last two dimensions are contiguous.
+        They have the same addresses for the cache's whole life, and the last two dimensions are contiguous. Each call
+        returns the same two objects: who wants them in another shape makes a view, and leaves these as they are.
 
         Parameters
         ----------

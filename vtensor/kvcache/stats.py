@@ -18,11 +18,11 @@ class StepResult:
     shortfall_page_groups : int
         Page groups that are missing; 0 on success. When not 0, nothing was changed.
     waited_us : float
-        How long the caller waited for page groups to be mapped.
+        How long it took to bring page groups into service, the mapping of those that were missing included.
     num_mapped : int
         Page groups that this step brought into service.
     num_mapped_by_mapper : int
-        Of those, the ones that the mapper had ready before the step was called.
+        Of those, the ones that were mapped already: ahead of need by the mapper, as a rule.
     """
 
     shortfall_page_groups: int = 0
@@ -47,8 +47,8 @@ class KVCacheStats:
     ahead_page_groups : int
         Of the mapped ones, those that are out of service: mapped ahead of need, or waiting to be unmapped.
     reserved_bytes, committed_bytes, used_bytes : int
-        Addresses; addresses with memory behind them; bytes that hold tokens of active requests, those that a sliding
-        window has passed left out.
+        Addresses; addresses with memory behind them, in service or not; bytes that hold tokens of active requests,
+        those that a sliding window has passed left out.
     swapped_bytes : int
         Bytes of requests that were swapped out. Always 0: there is no swapping so far.
     num_active_slots, num_deferred_slots, num_reclaiming_slots : int
@@ -94,6 +94,7 @@ class SlotResidency:
     seq_len, committed_tokens, max_context_tokens : int
         Tokens held; tokens for which every layer has memory; tokens for which there are addresses.
     used_bytes, committed_bytes, reserved_bytes : int
+        Bytes that hold tokens; bytes in service, without what is mapped ahead; addresses.
     """
 
     reqid: int
