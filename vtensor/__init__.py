@@ -12,7 +12,7 @@ from vtensor.errors import (
     UnmappedAccessError,
     VTensorError,
 )
-from vtensor.factory import empty
+from vtensor.factory import empty, empty_like, empty_strided, full, zeros, zeros_like
 from vtensor.kvcache import KVCacheConfig, KVCacheManager, KVCacheStats, LayerSpec, StepResult
 from vtensor.tensor import VirtualTensor
 
@@ -34,4 +34,9 @@ __all__ = [
     "VTensorError",
     "VirtualTensor",
     "empty",
+    "empty_like",
+    "empty_strided",
+    "full",
+    "zeros",
+    "zeros_like",
 ]

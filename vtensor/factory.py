@@ -13,11 +13,13 @@ import torch
 
 from vtensor.allocator.page_pool import PagePool
 from vtensor.devices import device_name, resolve_device
+from vtensor.errors import ReservationError
 from vtensor.region import Region
 from vtensor.tensor import OnTouch, VirtualTensor
 
-__all__ = ["empty"]
+__all__ = ["empty", "empty_like", "empty_strided", "full", "zeros", "zeros_like"]
 
+_MOST_ELEMENTS = 1 << 48  # a process has 2^47 bytes of addresses; beyond 2^63 torch cannot count
 _pools: dict[str, PagePool] = {}
 _lock = threading.Lock()
 
@@ -47,7 +49,11 @@ def empty(
     device: torch.device | str | None = None,
     on_touch: OnTouch = "commit",
     pool: PagePool | None = None,
+    layout: torch.layout = torch.strided,
     requires_grad: bool = False,
+    pin_memory: bool = False,
+    memory_format: torch.memory_format = torch.contiguous_format,
+    max_rows: int | None = None,
 ) -> VirtualTensor:
     """Reserve a tensor of any size: addresses now, memory where and when it is touched. It reads as zeros.
 
@@ -58,22 +64,25 @@ def empty(
     ----------
     *size : int or sequence of int
         As for `torch.empty`.
-    dtype, device, requires_grad
-        As for `torch.empty`; the device is a CPU or a CUDA device.
+    dtype, device, layout, requires_grad, pin_memory, memory_format
+        As for `torch.empty`. The device is a CPU or a CUDA device, the layout strided, and nothing is pinned.
     on_touch : {"commit", "raise"}
         What an operation does that reads or writes where no memory is: commit it, or raise `UnmappedAccessError`.
     pool : PagePool, optional
         Where page groups come from. Default: one pool a device, without a fixed capacity.
+    max_rows : int, optional
+        Reserve addresses for so many rows (dimension 0), of which the tensor has `size[0]` at first: it grows in place,
+        by `VirtualTensor.append_` and `VirtualTensor.resize_rows_`.
 
     Returns
     -------
     VirtualTensor
-        Contiguous, of the given size.
+        Of the given size; contiguous unless `memory_format` says otherwise.
 
     Raises
     ------
     ValueError
-        A negative size, an unknown `on_touch`, or a pool of another device.
+        A negative size, an option that is not for virtual tensors, or a pool of another device.
     ReservationError
         More addresses than are free.
 
@@ -88,9 +97,142 @@ def empty(
     ([1.0, 1.0, 1.0, 1.0, 0.0, 0.0], 65536)
     """
     shape = _shape(size)
+    _check_options(layout, pin_memory)
+    if max_rows is not None:
+        _check_max_rows(max_rows, shape, memory_format)
+    # What torch makes of the options, without memory.
+    meta = torch.empty(
+        shape if max_rows is None else (max_rows, *shape[1:]), dtype=dtype, device="meta", memory_format=memory_format
+    )
+    tensor = _reserve(meta, device, on_touch, pool)
+    if max_rows is not None:
+        tensor._max_rows = max_rows
+        tensor._set_rows(shape[0])
+    return tensor.requires_grad_(requires_grad)  # type: ignore[return-value]
+
+
+def zeros(*size: int | Sequence[int], **options: Any) -> VirtualTensor:
+    """As `empty`, whose tensors read as zeros; the name says that one relies on it.
+
+    Parameters
+    ----------
+    *size, **options
+        As for `empty`.
+
+    >>> import vtensor as vt
+    >>> vt.zeros(1 << 20, 1 << 18, device="cpu")[7, :3].tolist()
+    [0.0, 0.0, 0.0]
+    """
+    return empty(*size, **options)
+
+
+def full(size: Sequence[int], fill_value: complex, *, requires_grad: bool = False, **options: Any) -> VirtualTensor:
+    """A tensor filled with a value. Unless that is 0, all of it is committed.
+
+    Parameters
+    ----------
+    size : sequence of int
+    fill_value : number
+        Also says the dtype where none is given, as for `torch.full`.
+    requires_grad, **options
+        As for `empty`.
+
+    Raises
+    ------
+    OutOfPagesError
+        Not enough page groups for all of it.
+    """
+    shape = _shape((size,))
+    dtype = torch.full((), fill_value, dtype=options.pop("dtype", None), device="meta").dtype
+    tensor = empty(*shape, dtype=dtype, **options)
+    if fill_value != 0 or str(fill_value).startswith("-"):  # -0.0 is not all zero bits
+        tensor.fill_(fill_value)
+    return tensor.requires_grad_(requires_grad)  # type: ignore[return-value]
+
+
+def empty_like(
+    input: torch.Tensor,
+    *,
+    dtype: torch.dtype | None = None,
+    device: torch.device | str | None = None,
+    on_touch: OnTouch = "commit",
+    pool: PagePool | None = None,
+    layout: torch.layout | None = None,
+    requires_grad: bool = False,
+    pin_memory: bool = False,
+    memory_format: torch.memory_format = torch.preserve_format,
+) -> VirtualTensor:
+    """A virtual tensor like another tensor, plain or virtual: shape, dtype, device, and strides where they are dense.
+
+    Parameters
+    ----------
+    input : Tensor
+        Its values are not read.
+    dtype, device, layout, requires_grad, pin_memory, memory_format
+        As for `torch.empty_like`.
+    on_touch, pool
+        As for `empty`; not taken over from `input`.
+    """
+    if not isinstance(input, torch.Tensor):
+        raise ValueError(f"input={input!r} must be a tensor")
+    _check_options(input.layout if layout is None else layout, pin_memory)
+    meta = torch.empty_strided(input.shape, input.stride(), dtype=input.dtype, device="meta")
+    meta = torch.empty_like(meta, dtype=dtype, memory_format=memory_format)
+    tensor = _reserve(meta, input.device if device is None else device, on_touch, pool)
+    return tensor.requires_grad_(requires_grad)  # type: ignore[return-value]
+
+
+def zeros_like(input: torch.Tensor, **options: Any) -> VirtualTensor:
+    """As `empty_like`, whose tensors read as zeros.
+
+    Parameters
+    ----------
+    input : Tensor
+        Its values are not read.
+    **options
+        As for `empty_like`.
+    """
+    return empty_like(input, **options)
+
+
+def empty_strided(
+    size: Sequence[int],
+    stride: Sequence[int],
+    *,
+    dtype: torch.dtype | None = None,
+    device: torch.device | str | None = None,
+    on_touch: OnTouch = "commit",
+    pool: PagePool | None = None,
+    layout: torch.layout = torch.strided,
+    requires_grad: bool = False,
+    pin_memory: bool = False,
+) -> VirtualTensor:
+    """A tensor with strides of one's own, as `torch.empty_strided`. It reads as zeros.
+
+    Parameters
+    ----------
+    size, stride : sequence of int
+        Strides in elements, none negative.
+    dtype, device, layout, requires_grad, pin_memory
+        As for `torch.empty_strided`.
+    on_touch, pool
+        As for `empty`.
+    """
+    shape = _shape((size,))
+    _check_options(layout, pin_memory)
+    strides = tuple(operator.index(step) for step in stride)
+    if any(step < 0 for step in strides):
+        raise ValueError(f"stride={strides}: none may be negative")
+    meta = torch.empty_strided(shape, strides, dtype=dtype, device="meta")
+    return _reserve(meta, device, on_touch, pool).requires_grad_(requires_grad)  # type: ignore[return-value]
+
+
+def _reserve(
+    meta: torch.Tensor, device: torch.device | str | None, on_touch: OnTouch, pool: PagePool | None
+) -> VirtualTensor:
+    """Addresses for a tensor of this shape, these strides and this dtype."""
     if on_touch not in get_args(OnTouch):
         raise ValueError(f"on_touch={on_touch!r} must be one of {get_args(OnTouch)}")
-    dtype = torch.empty(0, dtype=dtype, device="meta").dtype  # what torch makes of None, or of Python's float
     where = resolve_device(device)
     if pool is not None:
         if not isinstance(pool, PagePool):
@@ -98,16 +240,30 @@ def empty(
         pool.check_open()
         if pool.driver.device != device_name(where):
             raise ValueError(f"pool of {pool.driver.device} cannot hold a tensor on {where}")
-    num_bytes = math.prod(shape) * dtype.itemsize
-    if num_bytes == 0:
-        nothing = torch.empty(shape, dtype=dtype, device=where, requires_grad=requires_grad)
-        return VirtualTensor.wrap(nothing, None, on_touch)
-    region = Region(pool or _default_pool(where), where, num_bytes)
-    strides = tuple(math.prod(shape[dim + 1 :]) for dim in range(len(shape)))
+    shape, strides, dtype = tuple(meta.shape), meta.stride(), meta.dtype
+    if 0 in shape:
+        return VirtualTensor.wrap(torch.empty_strided(shape, strides, dtype=dtype, device=where), None, on_touch)
+    num_elements = 1 + sum((size - 1) * stride for size, stride in zip(shape, strides, strict=True))
+    region = Region(pool or _default_pool(where), where, num_elements * dtype.itemsize)
     tensor = VirtualTensor.wrap(region.view(dtype, 0, shape, strides), region, on_touch)
     region.drop()  # from here on the tensor and its views keep the memory
-    tensor.requires_grad_(requires_grad)
     return tensor
+
+
+def _check_options(layout: torch.layout, pin_memory: bool) -> None:
+    if layout is not torch.strided:
+        raise ValueError(f"layout={layout} must be torch.strided: virtual tensors are dense addresses")
+    if pin_memory:
+        raise ValueError(f"pin_memory={pin_memory!r} must be False: page groups come and go")
+
+
+def _check_max_rows(max_rows: int, shape: tuple[int, ...], memory_format: torch.memory_format) -> None:
+    if not shape:
+        raise ValueError(f"max_rows={max_rows!r} needs a dimension to grow: give a size")
+    if isinstance(max_rows, bool) or not isinstance(max_rows, int) or max_rows < max(shape[0], 1):
+        raise ValueError(f"max_rows={max_rows!r} must be an integer of at least size[0]={shape[0]:,}, and of 1")
+    if memory_format is not torch.contiguous_format:
+        raise ValueError(f"memory_format={memory_format} must be torch.contiguous_format where max_rows is given")
 
 
 def _shape(size: tuple[Any, ...]) -> tuple[int, ...]:
@@ -115,4 +271,6 @@ def _shape(size: tuple[Any, ...]) -> tuple[int, ...]:
     shape = tuple(operator.index(dim) for dim in dims)
     if any(dim < 0 for dim in shape):
         raise ValueError(f"size={shape}: every dimension must be zero or more")
+    if math.prod(shape) >= _MOST_ELEMENTS or max(shape, default=0) >= 1 << 63:
+        raise ReservationError(f"size={shape} is more than the 128 TiB of addresses that a process has")
     return shape

@@ -7,7 +7,7 @@ from collections.abc import Sequence
 import numpy as np
 import numpy.typing as npt
 
-__all__ = ["footprint"]
+__all__ = ["covered", "footprint"]
 
 
 def footprint(
@@ -36,6 +36,59 @@ def footprint(
     if 0 in shape:
         return np.empty((0, 2), np.int64)
     # Inner dimensions fill a block without leaving out a whole page group; the others shift that block about.
+    starts, block_bytes = _blocks(offset, shape, strides, element_bytes, page_group_bytes)
+    return _runs(starts // page_group_bytes, (starts + block_bytes - 1) // page_group_bytes + 1)
+
+
+def covered(
+    offset: int, shape: Sequence[int], strides: Sequence[int], element_bytes: int, page_group_bytes: int, end_bytes: int
+) -> npt.NDArray[np.int64]:
+    """The page groups of which a strided view holds every byte.
+
+    A lower bound: a view of many blocks smaller than a page group is taken to hold none.
+
+    Parameters
+    ----------
+    offset, shape, strides, element_bytes, page_group_bytes
+        As for `footprint`.
+    end_bytes : int
+        Where the data ends of which this is a view: nobody has bytes behind it, so its last page group ends there.
+
+    Returns
+    -------
+    ndarray of int64, shape [n, 2]
+        Rows of (first page group, number of page groups), ascending, neither overlapping nor adjacent.
+
+    >>> covered(100, (4096,), (1,), 4, 4096, 1 << 20).tolist()
+    [[1, 3]]
+    >>> covered(0, (1000,), (1,), 4, 4096, 4000).tolist()
+    [[0, 1]]
+    """
+    nothing = np.empty((0, 2), np.int64)
+    if 0 in shape:
+        return nothing
+    starts, block_bytes = _blocks(offset, shape, strides, element_bytes, 1, page_group_bytes)
+    if not len(starts):
+        return nothing
+    starts.sort()
+    ends = np.maximum.accumulate(starts + block_bytes)
+    is_new = np.append(True, starts[1:] > ends[:-1])
+    starts, ends = starts[is_new], ends[np.append(is_new[1:], True)]
+    first = -(-starts // page_group_bytes)
+    end = np.where(ends >= end_bytes, -(-ends // page_group_bytes), ends // page_group_bytes)
+    holds_any = end > first
+    return _runs(first[holds_any], end[holds_any]) if holds_any.any() else nothing
+
+
+def _blocks(
+    offset: int,
+    shape: Sequence[int],
+    strides: Sequence[int],
+    element_bytes: int,
+    gap_bytes: int,
+    least_bytes: int = 0,
+) -> tuple[npt.NDArray[np.int64], int]:
+    """Where blocks without a gap of `gap_bytes` start, and their size; no blocks where many would be too small."""
     block_bytes = element_bytes
     starts = np.array([offset * element_bytes], np.int64)
     sizes: dict[int, int] = {}
@@ -45,15 +98,18 @@ def footprint(
         if size == 1 or stride == 0:
             continue
         stride_bytes = stride * element_bytes
-        if len(starts) == 1 and stride_bytes - block_bytes < page_group_bytes:
+        if len(starts) == 1 and stride_bytes - block_bytes < gap_bytes:
             block_bytes += (size - 1) * stride_bytes
+        elif block_bytes < least_bytes:
+            return starts[:0], block_bytes
         else:
             starts = (starts[:, None] + np.arange(size, dtype=np.int64) * stride_bytes).ravel()
-    first = starts // page_group_bytes
-    end = (starts + block_bytes - 1) // page_group_bytes + 1
+    return starts, block_bytes
+
+
+def _runs(first: npt.NDArray[np.int64], end: npt.NDArray[np.int64]) -> npt.NDArray[np.int64]:
+    """Ranges from `first` to `end` as rows of (first, number), ascending; those that overlap or touch made one."""
     order = np.argsort(first, kind="stable")
     first, end = first[order], np.maximum.accumulate(end[order])
-    is_new = np.ones(len(first), bool)
-    is_new[1:] = first[1:] > end[:-1]
-    last_of_run = np.append(np.flatnonzero(is_new)[1:] - 1, len(first) - 1)
-    return np.stack([first[is_new], end[last_of_run] - first[is_new]], axis=1)
+    is_new = np.append(True, first[1:] > end[:-1])
+    return np.stack([first[is_new], end[np.append(is_new[1:], True)] - first[is_new]], axis=1)

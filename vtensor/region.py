@@ -36,6 +36,7 @@ class Region(Unpicklable):
         if not is_capturing(device):
             graveyard.sweep()
         self.space = AddressSpace(pool, size_bytes)
+        self.data_bytes = size_bytes  # the addresses go on to the end of a page group, and nobody uses those
         self.device = device
         self.owner = owner  # who alone commits and decommits; empty: every view may
         self.process_id = os.getpid()
@@ -192,6 +193,24 @@ class Region(Unpicklable):
             self.space.withdraw(ranges)
         finally:
             self.decommit_epoch += 1  # afterwards: a view that looks meanwhile must look again
+
+    def give_back(self, ranges: npt.NDArray[np.int64], what: str) -> int:
+        """Take page groups away once the device has finished with them; their places read as zeros from then on.
+
+        Returns
+        -------
+        int
+            Number of page groups that went back to the pool.
+
+        Raises
+        ------
+        VTensorError
+            During a graph capture, whose replays would find nothing there.
+        """
+        check_not_capturing(self.device, what)
+        for event in self.streams.record():
+            event.synchronize()
+        return self.decommit(ranges, forget_content=True)
 
     def decommit(self, ranges: npt.NDArray[np.int64], *, forget_content: bool) -> int:
         """Take page groups away, with which the device has finished; views check again what they can reach."""

@@ -14,7 +14,7 @@ import torch
 
 from vtensor.effects import Effect, effect_of, out_names
 from vtensor.errors import UnmappedAccessError, VTensorError
-from vtensor.footprint import footprint
+from vtensor.footprint import covered, footprint
 from vtensor.region import Region
 from vtensor.units import format_bytes
 
@@ -71,6 +71,7 @@ class VirtualTensor(torch.Tensor):
     _region: Region | None = None
     _on_touch: OnTouch = "commit"
     _seen_epoch: int = -1
+    _max_rows: int | None = None  # of a tensor that grows in place
 
     __torch_function__ = torch._C._disabled_torch_function_impl  # type: ignore[assignment]
 
@@ -112,7 +113,7 @@ class VirtualTensor(torch.Tensor):
         parent = args[0] if args else None
         if isinstance(parent, VirtualTensor):
             if effect is Effect.RESHAPE:
-                parent._seen_epoch = -1
+                parent._seen_epoch, parent._max_rows = -1, None
             elif effect is Effect.VIEW:
                 return _map_tensors(lambda view: VirtualTensor.wrap(view, parent._region, parent._on_touch), result)
         return result
@@ -153,6 +154,17 @@ class VirtualTensor(torch.Tensor):
             int(self.storage_offset()), self.shape, self.stride(), self.element_size(), region.space.page_group_bytes
         )
 
+    def _covered(self) -> npt.NDArray[np.int64]:
+        region = cast(Region, self._region)
+        return covered(
+            int(self.storage_offset()),
+            self.shape,
+            self.stride(),
+            self.element_size(),
+            region.space.page_group_bytes,
+            region.data_bytes,
+        )
+
     # -- memory ---------------------------------------------------------------------------------------------------
 
     def commit(self, rows: int | slice | tuple[Any, ...] | None = None) -> VirtualTensor:
@@ -186,6 +198,38 @@ class VirtualTensor(torch.Tensor):
                 raise VTensorError(f"this memory belongs to a {region.owner}, where only step() commits")
             region.commit(part._footprint(), f"commit of shape {tuple(part.shape)}")
         return self
+
+    def decommit(self, rows: int | slice | tuple[Any, ...] | None = None) -> int:
+        """Give back the memory below this tensor, or below a part of it, once the device has finished with it.
+
+        What is given back reads as zeros. Memory goes back as it was committed: a page group that holds anything else
+        as well, or that is part of a larger handle which does, keeps its memory and its data.
+
+        Parameters
+        ----------
+        rows : int, slice or tuple, optional
+            As for `commit`.
+
+        Returns
+        -------
+        int
+            Bytes that went back to the pool.
+
+        Raises
+        ------
+        ValueError, IndexError
+            As for `commit`.
+        VTensorError
+            The memory is a KV cache's, or a CUDA graph is being captured.
+        """
+        part = self if rows is None else cast(VirtualTensor, self.detach()[_basic_index(rows, self.shape)])
+        region = self._region
+        if region is None:
+            return 0
+        if region.owner:
+            raise VTensorError(f"this memory belongs to a {region.owner}; free_reqid gives it back")
+        given_back = region.give_back(part._covered(), f"decommit of shape {tuple(part.shape)}")
+        return given_back * region.space.page_group_bytes
 
     @property
     def resident_bytes(self) -> int:
@@ -221,6 +265,122 @@ class VirtualTensor(torch.Tensor):
         """The same memory as a plain tensor: no checks, no cost. Reading what is not committed ends the process."""
         with torch._C._DisableTorchDispatch():
             return self.as_subclass(torch.Tensor)
+
+    # -- growth in place --------------------------------------------------------------------------------------------
+
+    @property
+    def max_rows(self) -> int | None:
+        """Rows for which a tensor that grows in place has addresses; None for any other."""
+        return self._max_rows
+
+    def append_(self, rows: torch.Tensor) -> VirtualTensor:
+        """Add rows at the end, in place: nothing is copied but the rows, and no address changes.
+
+        Views of the rows before stay good. Made for tensors from ``vtensor.empty(..., max_rows=...)``.
+
+        Parameters
+        ----------
+        rows : Tensor, shape [n, *self.shape[1:]] or self.shape[1:]
+            n rows, or one; converted to this tensor's dtype and device.
+
+        Returns
+        -------
+        VirtualTensor
+            This tensor, n rows longer.
+
+        Raises
+        ------
+        ValueError
+            Rows of another shape, or more than `max_rows`. Nothing was changed.
+        VTensorError
+            A tensor that does not grow, or that requires grad.
+        OutOfPagesError
+            Not enough page groups. Nothing was changed.
+        """
+        max_rows = self._check_grows("append_")
+        shape = tuple(self.shape)
+        is_rows = isinstance(rows, torch.Tensor) and tuple(rows.shape) in (shape[1:], (*rows.shape[:1], *shape[1:]))
+        if not is_rows:
+            one = ", ".join(map(str, shape[1:]))
+            raise ValueError(f"rows={_describe(rows)} must be a tensor of shape [n, {one}], or [{one}] for one row")
+        number = 1 if rows.dim() < len(shape) else len(rows)
+        if shape[0] + number > max_rows:
+            raise ValueError(f"{number} rows more than {shape[0]:,} are beyond max_rows={max_rows:,}")
+        self._set_rows(shape[0] + number)
+        new = cast(VirtualTensor, self.detach()[shape[0] :])
+        try:
+            new.copy_(rows.detach())
+        except BaseException:
+            self._set_rows(shape[0])
+            new._zero_resident()
+            raise
+        return self
+
+    def resize_rows_(self, num_rows: int) -> VirtualTensor:
+        """Change the number of rows, in place: rows that come are zero, those that go give their memory back.
+
+        Made for tensors from ``vtensor.empty(..., max_rows=...)``. Shrinking waits for the device. Views that reach
+        beyond the new end read zeros there.
+
+        Parameters
+        ----------
+        num_rows : int
+            0 to `max_rows`.
+
+        Returns
+        -------
+        VirtualTensor
+            This tensor.
+
+        Raises
+        ------
+        ValueError
+            A number out of range. Nothing was changed.
+        VTensorError
+            A tensor that does not grow, or that requires grad; or during a graph capture.
+        """
+        max_rows = self._check_grows("resize_rows_")
+        if isinstance(num_rows, bool) or not isinstance(num_rows, int | np.integer) or not 0 <= num_rows <= max_rows:
+            raise ValueError(f"num_rows={num_rows!r} must be 0 to max_rows={max_rows:,}")
+        num_rows, num_rows_before = int(num_rows), len(self)
+        if num_rows < num_rows_before and self._region is not None:
+            gone = cast(VirtualTensor, self.detach()[num_rows:])
+            self._set_rows(max_rows)  # what an append_ that failed had committed goes as well
+            try:
+                self._region.give_back(cast(VirtualTensor, self.detach()[num_rows:])._covered(), "resize_rows_")
+            finally:
+                self._set_rows(num_rows_before)
+            gone._zero_resident()
+        self._set_rows(num_rows)
+        return self
+
+    def _check_grows(self, what: str) -> int:
+        if self._max_rows is None:
+            raise VTensorError(f"{what} is for tensors that grow in place: vtensor.empty(n, ..., max_rows=...)")
+        if self.requires_grad:
+            raise VTensorError(f"{what}: a tensor that grows in place cannot require grad; use .detach() views of it")
+        if self._region is not None:
+            self._region.space.check_open()
+        return self._max_rows
+
+    def _set_rows(self, num_rows: int) -> None:
+        with torch._C._DisableTorchDispatch():
+            self.as_strided_((num_rows, *self.shape[1:]), self.stride(), self.storage_offset())
+        self._seen_epoch = -1
+
+    def _zero_resident(self) -> None:
+        """Zero what has memory of a contiguous view; the rest reads as zeros anyway."""
+        region = self._region
+        if region is None or self.numel() == 0:
+            return
+        region.use()
+        size, start = region.space.page_group_bytes, int(self.storage_offset()) * self.element_size()
+        data = self.plain().view(-1).view(torch.uint8)
+        for first, count in self._footprint().tolist():
+            in_service = np.flatnonzero(region.space.arrays.table[first : first + count] > 0) + first
+            for run in np.split(in_service, np.flatnonzero(np.diff(in_service) > 1) + 1):
+                if len(run):
+                    data[max(0, int(run[0]) * size - start) : (int(run[-1]) + 1) * size - start].zero_()
 
     # -- exits to Python and to other libraries ---------------------------------------------------------------------
 
@@ -275,7 +435,7 @@ class VirtualTensor(torch.Tensor):
     @data.setter
     def data(self, other: torch.Tensor) -> None:
         _TENSOR_DATA.__set__(self, other)
-        self._region, self._on_touch, self._seen_epoch = None, "commit", -1
+        self._region, self._on_touch, self._seen_epoch, self._max_rows = None, "commit", -1, None
         if isinstance(other, VirtualTensor):
             self._region, self._on_touch = other._region, other._on_touch
 
@@ -303,6 +463,11 @@ class VirtualTensor(torch.Tensor):
     def share_memory_(self) -> VirtualTensor:
         """Refused: other processes cannot see these addresses."""
         raise VTensorError("a virtual tensor cannot move to shared memory: share a copy, x.clone().share_memory_()")
+
+
+def _describe(value: Any) -> str:
+    """A tensor's shape, for an error; its values may not be there."""
+    return f"<tensor of shape {tuple(value.shape)}>" if isinstance(value, torch.Tensor) else repr(value)
 
 
 def _map_tensors(function: Callable[[torch.Tensor], torch.Tensor], result: Any) -> Any:
