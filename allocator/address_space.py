@@ -237,6 +237,7 @@ class AddressSpace(Unpicklable):
             with driver.current_context():
                 runs = self._plan.commit(self.pool.arrays, self.arrays, rows, False, stream, outcome)
             if outcome[SHORTFALL]:
+                self.check_open()  # a pool that was closed meanwhile has nothing any more
                 raise Shortage(int(outcome[SHORTFALL]))
             if outcome[CODE] == SHARED:
                 raise ValueError(f"an alias of {self!r} was withdrawn, and cannot come back; decommit its place first")

@@ -57,6 +57,7 @@ __all__ = [
     "head_of",
     "num_available",
     "release_free",
+    "shut",
     "size_class_of",
     "take",
     "take_turn",
@@ -200,6 +201,17 @@ def release_free(pool: PoolArrays, outcome: Int64) -> None:
                 outcome[FAILED_CALL], outcome[CODE] = _RELEASE, code
     outcome[NUM_CHANGED] = total_before - pool.header[NUM_TOTAL]
     end_turn(pool)
+
+
+@compiled
+def shut(pool: PoolArrays) -> int:
+    """Let nothing be taken from now on, if nothing is mapped; the number of page groups that are. Takes a turn."""
+    take_turn(pool)
+    num_mapped = pool.header[NUM_TOTAL] - pool.header[NUM_FREE]
+    if num_mapped == 0:
+        pool.header[CAPACITY] = 0
+    end_turn(pool)
+    return num_mapped  # type: ignore[no-any-return]
 
 
 @compiled

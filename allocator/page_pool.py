@@ -26,6 +26,7 @@ if TYPE_CHECKING:
 
 __all__ = ["PagePool", "PagePoolStats"]
 
+_MOST_PAGE_GROUP_BYTES = 1 << 40
 _DEFAULT_SIZE_CLASSES = 6
 _MOST_SIZE_CLASSES = 16
 _MOST_PAGE_GROUPS = 1 << 30  # their numbers have 31 bits
@@ -301,14 +302,20 @@ class PagePool(Unpicklable):
             self.check_open()
             for space in list(self._spaces):
                 space.settle()
-            mapped = self.stats().mapped_page_groups
-            if mapped:
-                raise VTensorError(
-                    f"page pool of {self.driver.device} still has {mapped} mapped page groups; "
-                    "close the caches and drop the tensors that use it first"
-                )
-            self.trim()
-            self.closed = True
+            header = self.arrays.header
+            capacity = int(header[words.CAPACITY])
+            with interrupts_held():
+                mapped = int(self._native.shut(self.arrays))  # a commit of another thread comes before it, or fails
+                if mapped:
+                    raise VTensorError(
+                        f"page pool of {self.driver.device} still has {mapped} mapped page groups; "
+                        "close the caches and drop the tensors that use it first"
+                    )
+                self.closed = True
+                outcome = _release_free(self._native, self.arrays)
+                if outcome[words.CODE]:
+                    self.closed, header[words.CAPACITY] = False, capacity
+            self.driver.check(Call.RELEASE, int(outcome[words.CODE]), "free page groups")
 
 
 def _release_free(native: Any, arrays: PoolArrays) -> npt.NDArray[np.int64]:
@@ -368,6 +375,8 @@ def _checked_page_group_bytes(value: int | None, driver: Driver) -> int:
             f"page_group_bytes={value!r} must be a positive multiple of {driver.granularity_bytes:,}, "
             f"the granularity of {driver.device}"
         )
+    if value > _MOST_PAGE_GROUP_BYTES:
+        raise ValueError(f"page_group_bytes={value:,} must be at most {_MOST_PAGE_GROUP_BYTES:,}")
     return value
 
 

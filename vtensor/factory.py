@@ -20,6 +20,7 @@ from vtensor.tensor import OnTouch, VirtualTensor
 __all__ = ["empty", "empty_like", "empty_strided", "full", "zeros", "zeros_like"]
 
 _MOST_ELEMENTS = 1 << 48  # a process has 2^47 bytes of addresses; beyond 2^63 torch cannot count
+_QUANTIZED = {torch.qint8, torch.quint8, torch.qint32, torch.quint4x2, torch.quint2x4}
 _pools: dict[str, PagePool] = {}
 _lock = threading.Lock()
 
@@ -233,6 +234,8 @@ def _reserve(
     """Addresses for a tensor of this shape, these strides and this dtype."""
     if on_touch not in get_args(OnTouch):
         raise ValueError(f"on_touch={on_touch!r} must be one of {get_args(OnTouch)}")
+    if meta.dtype in _QUANTIZED:
+        raise ValueError(f"dtype={meta.dtype} has a scale besides its values, for which a virtual tensor has no place")
     where = resolve_device(device)
     if pool is not None:
         if not isinstance(pool, PagePool):

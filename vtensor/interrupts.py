@@ -10,13 +10,18 @@ from typing import Any
 
 __all__ = ["interrupts_held"]
 
-# What programs are usually interrupted with. A handler of Python's may raise between any two instructions.
-_SIGNALS = tuple(int(number) for number in (_signal.SIGINT, _signal.SIGTERM, _signal.SIGALRM))
+# What programs are interrupted with; profilers' signals are let be. A handler of Python's may raise between any two
+# instructions.
+_SIGNALS = tuple(
+    int(getattr(_signal, name)) for name in ("SIGINT", "SIGTERM", "SIGALRM", "SIGHUP", "SIGQUIT", "SIGUSR1", "SIGUSR2")
+)
 _is_held = False  # changed by the main thread only
 
 
 class interrupts_held:
-    """Hold back SIGINT, SIGTERM and SIGALRM until the end of the block, where the books do not balance within it.
+    """Hold back signals until the end of the block, where the books do not balance within it.
+
+    These are SIGINT, SIGTERM, SIGALRM, SIGHUP, SIGQUIT, SIGUSR1 and SIGUSR2. Handlers of others must not raise.
 
     Python calls a handler, which may raise (KeyboardInterrupt, SystemExit), between any two instructions of the main
     thread, most likely right after a native call, where the time goes. Other threads are never interrupted, and

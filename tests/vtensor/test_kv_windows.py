@@ -416,3 +416,16 @@ def test_a_window_moves_on_behind_a_running_kernel() -> None:
             keys[0, tokens - 1] = 9
         assert read.item() == 3
         del keys, _
+
+
+@pytest.mark.parametrize("window", [64, 65, 1 << 31, (1 << 63) - 1, 1 << 63, 1 << 70])
+def test_a_window_longer_than_any_sequence_passes_nothing(window: int, device: str) -> None:
+    # Rows of an odd number of bytes: 64-bit arithmetic on such a window would come out positive.
+    layer = vt.LayerSpec(1, 65, window=window, dtype=torch.float8_e5m2, is_latent=True)
+    with make(device, layer, lookahead_tokens=4, overread_tokens=5) as cache:
+        cache.alloc_reqid()
+        for tokens in (30, 31, 64):
+            assert cache.step(lengths(cache, {0: tokens}))
+            assert cache.residency()[0].used_bytes == tokens * 65
+            cache.check_integrity()
+        assert stats(cache).num_passed == 0

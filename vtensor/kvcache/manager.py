@@ -25,6 +25,7 @@ from vtensor.kvcache.lookahead import LookAhead
 from vtensor.kvcache.reclaim import SlotMemory
 from vtensor.kvcache.slots import SlotState, SlotTable
 from vtensor.kvcache.stats import KVCacheStats, SlotResidency, StepResult
+from vtensor.kvcache.turn import Turn
 from vtensor.region import Region
 from vtensor.streams import check_not_capturing
 from vtensor.tensor import VirtualTensor
@@ -138,10 +139,12 @@ class KVCacheManager(Unpicklable):
         self._slots = SlotTable(self._layout, pool, lookahead_tokens)
         get_mapper(pool.driver)  # its thread and its code are there before the first step
         self._lock = threading.RLock()
+        self._turn = Turn()
         self._memory = SlotMemory(
             self._region,
             self._slots,
             self._lock,
+            self._turn,
             deferred_reclamation=deferred_reclamation,
             scrub=scrub,
             low_watermark=low_watermark,
@@ -195,7 +198,7 @@ class KVCacheManager(Unpicklable):
             `prompt_tokens` is negative or longer than a slot.
         """
         self._check_process()
-        with self._lock, interrupts_held():
+        with self._lock, interrupts_held(), self._taken("alloc_reqid"):
             self._check_usable("alloc_reqid")
             if prompt_tokens is not None and not _is_index(prompt_tokens, self.config.max_context_tokens + 1):
                 raise RequestError(
@@ -239,15 +242,24 @@ class KVCacheManager(Unpicklable):
             active, or one so short that what a sliding window would see of it is gone. Nothing was changed.
         """
         self._check_process()
+        turn = self._turn
         with self._lock:
             self._check_usable("step")
+            turn.check("step")
             lengths = self._as_lengths(seq_lens)
-            self._memory.sweep()
-            self._region.streams.current()
-            if not self._slots.has_windows:
-                return self._step(lengths)
-            with interrupts_held():  # windows move in any step
-                return self._step(lengths)
+            try:
+                turn.is_taken = True  # here and below without a call, which an interrupt could cut off
+                self._memory.sweep()
+                self._region.streams.current()
+                if not self._slots.has_windows:
+                    return self._step(lengths)
+                with interrupts_held():  # windows move in any step
+                    return self._step(lengths)
+            finally:
+                turn.is_taken = False
+                if turn.has_later:
+                    with interrupts_held():
+                        turn.do_later()
 
     def _step(self, lengths: npt.NDArray[np.int64]) -> StepResult:
         plan, answer = self._slots.plan, self._answer
@@ -283,6 +295,8 @@ class KVCacheManager(Unpicklable):
     def free_reqid(self, reqid: int) -> None:
         """End a request. Its slot can be taken at once; its memory waits until the device has finished with it.
 
+        A finalizer may call it at any time: in the middle of another call, it takes effect after that.
+
         Raises
         ------
         RequestError
@@ -292,9 +306,21 @@ class KVCacheManager(Unpicklable):
         with self._lock, interrupts_held():
             self._check_usable("free_reqid")
             self._check_active(reqid)
-            self._memory.defer(int(reqid))
-            self._memory.sweep()
-            self._lookahead.look_for_spare()
+            if self._turn.is_taken:
+                self._turn.later(lambda: self._free_later(int(reqid)))
+                return
+            with self._turn:
+                self._free(int(reqid))
+
+    def _free(self, slot: int) -> None:
+        self._memory.defer(slot)
+        self._memory.sweep()
+        self._lookahead.look_for_spare()
+
+    def _free_later(self, slot: int) -> None:
+        if not self.closed and self._slots.arrays.state[slot] == SlotState.ACTIVE:  # it may have been asked for twice
+            with self._turn:
+                self._free(slot)
 
     def record_stream(self, stream: torch.cuda.Stream) -> None:
         """Declare that a stream, which must outlive the cache, uses it.
@@ -346,7 +372,7 @@ class KVCacheManager(Unpicklable):
     def stats(self) -> KVCacheStats:
         """The cache's memory and slots, now. Waits for what the mapper is at."""
         self._check_process()
-        with self._lock:
+        with self._lock, interrupts_held(), self._taken("stats"):
             self._check_open()
             self._settle()
             pool = self.pool.stats()
@@ -376,7 +402,7 @@ class KVCacheManager(Unpicklable):
     def residency(self) -> list[SlotResidency]:
         """What every slot holds, now. Waits for what the mapper is at."""
         self._check_process()
-        with self._lock:
+        with self._lock, interrupts_held(), self._taken("residency"):
             self._check_open()
             self._settle()
             slots, page_group_bytes = self._slots.arrays, self.pool.page_group_bytes
@@ -412,7 +438,7 @@ class KVCacheManager(Unpicklable):
             They differ; the message says where.
         """
         self._check_process()
-        with self._lock:
+        with self._lock, interrupts_held(), self._taken("check_integrity"):
             if self.closed:
                 self.pool.check_integrity()
                 return
@@ -447,6 +473,9 @@ class KVCacheManager(Unpicklable):
         with self._lock, interrupts_held():
             if self.closed:
                 return
+            if self._turn.is_taken:
+                self._turn.later(self.close)
+                return
             check_not_capturing(self.device, "close")
             for event in self._region.streams.record():
                 event.synchronize()
@@ -464,6 +493,10 @@ class KVCacheManager(Unpicklable):
                     ResourceWarning,
                     stacklevel=2,
                 )
+
+    def _taken(self, what: str) -> Turn:
+        self._turn.check(what)
+        return self._turn
 
     def _settle(self) -> None:
         """Have done what the mapper can do now."""
@@ -508,10 +541,9 @@ class KVCacheManager(Unpicklable):
                 )
             if seq_lens.dtype.is_floating_point or seq_lens.dtype.is_complex:  # NumPy does not know all of them
                 raise RequestError(f"seq_lens has dtype {seq_lens.dtype}; it must hold integers")
-            seq_lens = seq_lens.numpy()
         try:
-            lengths = np.asarray(seq_lens)
-        except ValueError as error:
+            lengths = seq_lens.numpy(force=True) if isinstance(seq_lens, torch.Tensor) else np.asarray(seq_lens)
+        except (ValueError, TypeError, RuntimeError) as error:  # nested, sparse, quantized; ragged lists
             raise RequestError(f"seq_lens is no list of integers: {error}") from error
         if lengths.shape != (self.config.max_batch_size,):
             raise RequestError(

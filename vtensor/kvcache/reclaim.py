@@ -22,6 +22,7 @@ from vtensor.allocator.address_space import Shortage
 from vtensor.allocator.mapper import Job
 from vtensor.interrupts import interrupts_held
 from vtensor.kvcache.slots import SlotState, SlotTable
+from vtensor.kvcache.turn import Turn
 from vtensor.region import Region
 from vtensor.streams import DeviceEvent
 
@@ -57,6 +58,8 @@ class SlotMemory:
         Who holds what; kept in step with what is mapped.
     lock : RLock
         The manager's, which is held in every call but `give_up`.
+    turn : Turn
+        Likewise.
     deferred_reclamation, scrub : bool
     low_watermark, high_watermark : float
         As for `KVCacheManager`.
@@ -67,6 +70,7 @@ class SlotMemory:
         region: Region,
         slots: SlotTable,
         lock: threading.RLock,
+        turn: Turn,
         *,
         deferred_reclamation: bool,
         scrub: bool,
@@ -76,6 +80,7 @@ class SlotMemory:
         self._region = region
         self._slots = slots
         self._lock = lock
+        self._turn = turn
         self._deferred_reclamation = deferred_reclamation
         self._scrub = scrub
         self._watermarks = low_watermark, high_watermark
@@ -175,9 +180,10 @@ class SlotMemory:
             if not self._lock.acquire(blocking=False):
                 return 0
             try:
-                if self._region.space.closed or self._region.streams.is_any_capturing():
+                if self._turn.is_taken or self._region.space.closed or self._region.streams.is_any_capturing():
                     return 0
-                return self._give(missing)
+                with self._turn:
+                    return self._give(missing)
             finally:
                 self._lock.release()
 

@@ -81,7 +81,7 @@ class SlotTable:
                         group.row_bytes,
                         group.slot_places,
                         group.first_place,
-                        group.window or 0,
+                        min(group.window or 0, config.max_context_tokens),  # a longer one passes nothing either
                         marks[group.dtype],
                         # What a window passes is taken away place by place.
                         LARGEST_SIZE_CLASS if group.window is None else 0,
