@@ -57,6 +57,30 @@ def test_an_interrupt_comes_at_the_end() -> None:
     assert signal.getsignal(signal.SIGINT) is signal.default_int_handler
 
 
+@pytest.mark.parametrize("name", ["SIGTERM", "SIGALRM", "SIGHUP", "SIGQUIT", "SIGUSR1", "SIGUSR2"])
+def test_so_does_every_signal_that_programs_are_ended_with(name: str) -> None:
+    class Ended(Exception):
+        pass
+
+    def end(number: int, frame: object) -> None:
+        raise Ended
+
+    number, done = getattr(signal, name), []
+    before = signal.signal(number, end)
+
+    def kill_and_go_on() -> None:
+        with interrupts_held():
+            os.kill(os.getpid(), number)
+            done.append(name)
+
+    try:
+        with pytest.raises(Ended):
+            kill_and_go_on()
+    finally:
+        signal.signal(number, before)
+    assert done == [name]
+
+
 def test_an_error_is_kept_as_the_context_of_the_interrupt() -> None:
     with pytest.raises(KeyboardInterrupt) as caught, interrupts_held():  # noqa: PT012
         os.kill(os.getpid(), signal.SIGINT)
