@@ -623,3 +623,9 @@ def test_process_that_exits_with_open_pools() -> None:
         [sys.executable, "-P", "-c", code], env=environment, capture_output=True, text=True, timeout=120
     )
     assert (done.stdout, done.stderr, done.returncode) == ("", "", 0)
+
+
+@pytest.mark.parametrize("value", [(1 << 40) + 4096 * 16, 1 << 63, 1 << 70])
+def test_page_groups_beyond_all_memory_are_refused(value: int) -> None:
+    with pytest.raises(ValueError, match=r"page_group_bytes=[\d,]+ must be at most 1,099,511,627,776"):
+        PagePool("cpu", page_group_bytes=value)

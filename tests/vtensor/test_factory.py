@@ -104,6 +104,13 @@ def test_what_cannot_be_virtual_is_refused(make: Callable[[], Any], message: str
         make()
 
 
+@pytest.mark.filterwarnings("ignore")  # torch's own, of quantized tensors
+@pytest.mark.parametrize("dtype", [torch.qint8, torch.quint8, torch.qint32, torch.quint4x2])
+def test_quantized_dtypes_are_refused(dtype: torch.dtype) -> None:
+    with pytest.raises(ValueError, match=f"dtype={dtype} has a scale besides its values"):
+        vt.empty(3, dtype=dtype, device="cpu")
+
+
 def test_a_tebibyte_of_each_costs_nothing(device: str) -> None:
     wide = torch.empty(1, device=device).expand(TEBI)
     for x in (

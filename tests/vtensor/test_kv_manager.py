@@ -344,6 +344,24 @@ def test_lengths_in_every_form(convert: Callable[[list[int]], Any]) -> None:
         assert list(map(int, given)) == [5, 9, 0, 0]
 
 
+@pytest.mark.filterwarnings("ignore")  # torch's own, of nested and quantized tensors
+def test_tensors_that_are_no_lists_of_lengths_are_refused() -> None:
+    config = vt.KVCacheConfig(num_layers=1, num_kv_heads=1, head_dim=8, max_batch_size=2, max_context_tokens=64)
+    with vt.KVCacheManager(config, "cpu") as cache:
+        cache.alloc_reqid()
+        for odd in (
+            torch.nested.nested_tensor([torch.tensor([1, 2])], dtype=torch.int64),
+            torch.tensor([1, 0]).to_sparse(),
+            torch.quantize_per_tensor(torch.ones(2), 1.0, 0, torch.qint8),
+        ):
+            with pytest.raises(vt.RequestError, match="seq_lens is no list of integers"):
+                cache.step(odd)
+        with pytest.raises(vt.RequestError, match=r"seq_lens\[0\]=-1: a length is 0 or more"):
+            cache.step(torch._neg_view(torch.tensor([1, 0])))
+        assert cache.step(torch._neg_view(torch.tensor([-3, 0])))
+        assert cache.residency()[0].seq_len == 3
+
+
 @pytest.mark.parametrize("new", [0, 1, 9, 1 << 40, -5])
 @pytest.mark.parametrize("convert", [np.array, torch.tensor])
 @pytest.mark.parametrize("by_thread", [False, True])
