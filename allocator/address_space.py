@@ -177,6 +177,17 @@ class AddressSpace(Unpicklable):
         table = self.arrays.table[int(header[FIRST_MAPPED]) : int(header[END_MAPPED])]
         return np.asarray(np.abs(table[table != 0]) - 1, np.int32)
 
+    def mapped_runs(self, ranges: Ranges, *, in_service: bool = False) -> list[tuple[int, int]]:
+        """Maximal runs of mapped places within each range, or of those `in_service`: (first place, number)."""
+        runs = []
+        for first, count in ranges[:, :2].tolist():
+            table = self.arrays.table[first : first + count]
+            places = np.flatnonzero(table > 0 if in_service else table) + first
+            for run in np.split(places, np.flatnonzero(np.diff(places) > 1) + 1):
+                if len(run):
+                    runs.append((int(run[0]), len(run)))
+        return runs
+
     def count_missing(self, ranges: Ranges) -> int:
         """Places that are not in service in ranges of places, rows of (first, count).
 

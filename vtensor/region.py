@@ -208,8 +208,7 @@ class Region(Unpicklable):
             During a graph capture, whose replays would find nothing there.
         """
         check_not_capturing(self.device, what)
-        for event in self.streams.record():
-            event.synchronize()
+        self.streams.finish()
         return self.decommit(ranges, forget_content=True)
 
     def decommit(self, ranges: npt.NDArray[np.int64], *, forget_content: bool) -> int:

@@ -111,6 +111,11 @@ class StreamUse:
         self.current()
         return [DeviceEvent(stream) for stream in list(self._streams.values())]
 
+    def finish(self) -> None:
+        """Wait oneself until the current stream and all noted ones have done what they were given so far."""
+        for event in self.record():
+            event.synchronize()
+
     def wait(self, events: Sequence[DeviceEvent]) -> None:
         """Make the current stream wait for events; the caller does not wait."""
         if events:

@@ -191,7 +191,7 @@ class VirtualTensor(torch.Tensor):
         OutOfPagesError
             Not enough page groups; nothing was changed.
         """
-        part = self if rows is None else cast(VirtualTensor, self.detach()[_basic_index(rows, self.shape)])
+        part = self._part(rows)
         region = self._region
         if region is not None:
             if region.owner:
@@ -222,7 +222,7 @@ class VirtualTensor(torch.Tensor):
         VTensorError
             The memory is a KV cache's, or a CUDA graph is being captured.
         """
-        part = self if rows is None else cast(VirtualTensor, self.detach()[_basic_index(rows, self.shape)])
+        part = self._part(rows)
         region = self._region
         if region is None:
             return 0
@@ -230,6 +230,9 @@ class VirtualTensor(torch.Tensor):
             raise VTensorError(f"this memory belongs to a {region.owner}; free_reqid gives it back")
         given_back = region.give_back(part._covered(), f"decommit of shape {tuple(part.shape)}")
         return given_back * region.space.page_group_bytes
+
+    def _part(self, rows: int | slice | tuple[Any, ...] | None) -> VirtualTensor:
+        return self if rows is None else cast(VirtualTensor, self.detach()[_basic_index(rows, self.shape)])
 
     @property
     def resident_bytes(self) -> int:
@@ -306,14 +309,13 @@ class VirtualTensor(torch.Tensor):
         number = 1 if rows.dim() < len(shape) else len(rows)
         if shape[0] + number > max_rows:
             raise ValueError(f"{number} rows more than {shape[0]:,} are beyond max_rows={max_rows:,}")
-        self._set_rows(shape[0] + number)
-        new = cast(VirtualTensor, self.detach()[shape[0] :])
+        new = self._rows(shape[0], shape[0] + number)
         try:
             new.copy_(rows.detach())
         except BaseException:
-            self._set_rows(shape[0])
             new._zero_resident()
             raise
+        self._set_rows(shape[0] + number)
         return self
 
     def resize_rows_(self, num_rows: int) -> VirtualTensor:
@@ -342,15 +344,11 @@ class VirtualTensor(torch.Tensor):
         max_rows = self._check_grows("resize_rows_")
         if isinstance(num_rows, bool) or not isinstance(num_rows, int | np.integer) or not 0 <= num_rows <= max_rows:
             raise ValueError(f"num_rows={num_rows!r} must be 0 to max_rows={max_rows:,}")
-        num_rows, num_rows_before = int(num_rows), len(self)
-        if num_rows < num_rows_before and self._region is not None:
-            gone = cast(VirtualTensor, self.detach()[num_rows:])
-            self._set_rows(max_rows)  # what an append_ that failed had committed goes as well
-            try:
-                self._region.give_back(cast(VirtualTensor, self.detach()[num_rows:])._covered(), "resize_rows_")
-            finally:
-                self._set_rows(num_rows_before)
-            gone._zero_resident()
+        num_rows = int(num_rows)
+        if num_rows < len(self) and self._region is not None:
+            # All that lies behind: what an append_ that failed had committed goes as well.
+            self._region.give_back(self._rows(num_rows, max_rows)._covered(), "resize_rows_")
+            self._rows(num_rows, len(self))._zero_resident()
         self._set_rows(num_rows)
         return self
 
@@ -362,6 +360,11 @@ class VirtualTensor(torch.Tensor):
         if self._region is not None:
             self._region.space.check_open()
         return self._max_rows
+
+    def _rows(self, first: int, end: int) -> VirtualTensor:
+        """Rows of a tensor that grows, also those that it does not have yet."""
+        offset = self.storage_offset() + first * self.stride(0)
+        return cast(VirtualTensor, self.detach().as_strided((end - first, *self.shape[1:]), self.stride(), offset))
 
     def _set_rows(self, num_rows: int) -> None:
         with torch._C._DisableTorchDispatch():
@@ -376,11 +379,8 @@ class VirtualTensor(torch.Tensor):
         region.use()
         size, start = region.space.page_group_bytes, int(self.storage_offset()) * self.element_size()
         data = self.plain().view(-1).view(torch.uint8)
-        for first, count in self._footprint().tolist():
-            in_service = np.flatnonzero(region.space.arrays.table[first : first + count] > 0) + first
-            for run in np.split(in_service, np.flatnonzero(np.diff(in_service) > 1) + 1):
-                if len(run):
-                    data[max(0, int(run[0]) * size - start) : (int(run[-1]) + 1) * size - start].zero_()
+        for first, count in region.space.mapped_runs(self._footprint(), in_service=True):
+            data[max(0, first * size - start) : (first + count) * size - start].zero_()
 
     # -- exits to Python and to other libraries ---------------------------------------------------------------------
 

@@ -22,6 +22,7 @@ __all__ = [
     "BUSY_CYCLES",
     "DEFERRED",
     "FREE",
+    "IN_THE_BACKGROUND",
     "ONLY_STEPS",
     "RECLAIMING",
     "Busy",
@@ -40,6 +41,12 @@ __all__ = [
 FREE, ACTIVE, DEFERRED, RECLAIMING = SlotState
 # Nothing in the background, unless a test asks for it.
 ONLY_STEPS = {"lookahead_tokens": 0, "eager_slot": False, "low_watermark": 0.0, "high_watermark": 0.0}
+IN_THE_BACKGROUND: dict[str, Any] = {
+    "lookahead_tokens": 2,
+    "eager_slot": True,
+    "low_watermark": 0.1,
+    "high_watermark": 0.2,
+}
 BUSY_CYCLES = 200_000_000  # of a GPU's clock: a tenth of a second
 
 

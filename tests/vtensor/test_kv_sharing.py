@@ -17,6 +17,7 @@ from tests.vtensor.caches import (
     BUSY_CYCLES,
     DEFERRED,
     FREE,
+    IN_THE_BACKGROUND,
     Busy,
     Pattern,
     close,
@@ -28,13 +29,6 @@ from tests.vtensor.caches import (
     stats,
 )
 from vtensor.allocator.driver import Call, Driver
-
-IN_THE_BACKGROUND: dict[str, Any] = {
-    "lookahead_tokens": 2,
-    "eager_slot": True,
-    "low_watermark": 0.1,
-    "high_watermark": 0.2,
-}
 
 
 def pool_of(device: str, num_page_groups: int, size_classes: int = 1, **options: Any) -> vt.PagePool:

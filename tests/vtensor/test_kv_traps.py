@@ -15,6 +15,7 @@ from tests.helpers.faults import BROKEN, fail
 from tests.vtensor.caches import (
     ACTIVE,
     BUSY_CYCLES,
+    IN_THE_BACKGROUND,
     Pattern,
     close,
     lengths,
@@ -28,13 +29,7 @@ from tests.vtensor.caches import (
 from vtensor.allocator import graveyard
 from vtensor.allocator.driver import Call, Driver, get_driver
 
-IN_THE_BACKGROUND: dict[str, Any] = {
-    "lookahead_tokens": 2,
-    "eager_slot": True,
-    "low_watermark": 0.1,
-    "high_watermark": 0.2,
-    "size_classes": 4,
-}
+IN_LARGE_HANDLES: dict[str, Any] = {**IN_THE_BACKGROUND, "size_classes": 4}
 
 
 def mixed(device: str) -> list[vt.LayerSpec]:
@@ -54,7 +49,7 @@ def free_bytes(device: str) -> int:
 # -- 2: growth, and the end of it -------------------------------------------------------------------------------------
 
 
-@pytest.mark.parametrize("options", [{}, IN_THE_BACKGROUND], ids=len)
+@pytest.mark.parametrize("options", [{}, IN_LARGE_HANDLES], ids=len)
 @pytest.mark.parametrize("settled", [False, True])
 def test_grow_three_times_and_close(settled: bool, options: dict[str, Any], device: str) -> None:
     make(device, *mixed(device), **options).close()
@@ -91,7 +86,7 @@ def test_access_that_cannot_be_had_leaves_old_bytes(nth: int, device: str, drive
 
 
 @pytest.mark.parametrize("faulty", [False, True])
-@pytest.mark.parametrize("options", [{}, IN_THE_BACKGROUND, {**IN_THE_BACKGROUND, "scrub": True}], ids=len)
+@pytest.mark.parametrize("options", [{}, IN_LARGE_HANDLES, {**IN_LARGE_HANDLES, "scrub": True}], ids=len)
 def test_churn_near_the_end_of_memory_ends_in_answers(options: dict[str, Any], faulty: bool, device: str) -> None:
     # A thousand calls, of which many cannot be met and some make no sense: true, false or a typed exception, and what
     # requests hold stays as it is.
@@ -156,7 +151,7 @@ def vars_of(found: vt.KVCacheStats) -> list[int]:
 # -- 16: vAttention's own ---------------------------------------------------------------------------------------------
 
 
-@pytest.mark.parametrize("options", [{}, IN_THE_BACKGROUND], ids=len)
+@pytest.mark.parametrize("options", [{}, IN_LARGE_HANDLES], ids=len)
 def test_a_sequence_that_is_too_long_maps_nothing(options: dict[str, Any], device: str) -> None:
     with make(device, *mixed(device), **options) as cache:
         cache.alloc_reqid(), cache.alloc_reqid()
@@ -186,7 +181,7 @@ def test_numbers_of_terabytes_do_not_wrap(device: str) -> None:
 
 
 def test_a_request_without_a_prompt_has_a_slot_of_its_own(device: str) -> None:
-    with make(device, **IN_THE_BACKGROUND) as cache:
+    with make(device, **IN_LARGE_HANDLES) as cache:
         assert sorted(cache.alloc_reqid(prompt_tokens=0) for _ in range(4)) == [0, 1, 2, 3]
         with pytest.raises(vt.OutOfSlotsError):
             cache.alloc_reqid(prompt_tokens=0)
@@ -278,7 +273,7 @@ def test_what_a_side_stream_reads_is_not_taken(who: str, gpu: str) -> None:
 def test_a_graph_replays_right_while_memory_comes_and_goes(while_mapping: bool, gpu: str) -> None:
     # It was captured before anything grew, perhaps while the mapper was at work; what it reads never moves.
     random_ = random.Random(0)
-    options = {**IN_THE_BACKGROUND, "capacity": 40, "lookahead_tokens": 20 if while_mapping else 1}
+    options = {**IN_LARGE_HANDLES, "capacity": 40, "lookahead_tokens": 20 if while_mapping else 1}
     with make(gpu, spec(gpu, 1), **options) as cache:
         pattern, graph = Pattern(cache), torch.cuda.CUDAGraph()
         assert cache.alloc_reqid() == 0

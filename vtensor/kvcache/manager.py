@@ -477,8 +477,7 @@ class KVCacheManager(Unpicklable):
                 self._turn.later(self.close)
                 return
             check_not_capturing(self.device, "close")
-            for event in self._region.streams.record():
-                event.synchronize()
+            self._region.streams.finish()
             self._region.space.settle(cancel=True)
             self.pool.remove_holder(self._memory)
             self.closed = True

@@ -136,7 +136,8 @@ class SlotMemory:
         """Unmap what is out of service, once the device has finished with it."""
         while self._leaving:
             leaving = self._leaving[0]
-            _wait_for(leaving.events)
+            for event in leaving.events:
+                event.synchronize()
             self._count(self._decommit(leaving.ranges), leaving.is_passed)
             self._leaving.pop(0)
             self._has_left(leaving)
@@ -208,7 +209,7 @@ class SlotMemory:
         self._region.withdraw(surplus)
         self._surplus(seq_lens, cut=True)
         try:
-            _wait_for(self._region.streams.record())
+            self._region.streams.finish()
             self.num_trimmed += self._decommit(surplus)
         except BaseException:
             extent[:] = before  # it is still mapped, ahead
@@ -370,17 +371,8 @@ class SlotMemory:
         if space.num_ahead:
             space.settle()
             region.wait_for_mapper()
-        for first, count, _, _ in self._slots.ranges([slot]).tolist():
-            mapped = np.flatnonzero(space.arrays.table[first : first + count]) + first
-            for run in np.split(mapped, np.flatnonzero(np.diff(mapped) > 1) + 1):
-                if len(run):
-                    address = space.base + int(run[0]) * size
-                    space.pool.driver.zero(address, len(run) * size, region.streams.current())
-
-
-def _wait_for(events: Sequence[DeviceEvent]) -> None:
-    for event in events:
-        event.synchronize()
+        for first, count in space.mapped_runs(self._slots.ranges([slot])):
+            space.pool.driver.zero(space.base + first * size, count * size, region.streams.current())
 
 
 def _have_passed(events: Sequence[DeviceEvent]) -> bool:
