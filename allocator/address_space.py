@@ -13,7 +13,7 @@ import numpy as np
 import numpy.typing as npt
 
 from vtensor.allocator.driver import Call
-from vtensor.allocator.mapper import Job, JobWords, finish_mapper, get_mapper
+from vtensor.allocator.mapper import Job, JobWords, StandingJob, finish_mapper, get_mapper
 from vtensor.allocator.page_pool import PagePool
 from vtensor.allocator.reservation import Reservation
 from vtensor.allocator.words import (
@@ -124,6 +124,7 @@ class AddressSpace(Unpicklable):
         # A space that nobody closes gives everything back when it dies; at exit the process does that.
         self._job_words = JobWords(pool, self.arrays)
         self._jobs: list[Job] = []  # that the mapper may still be at
+        self._num_asked_ahead = 0
         self._finalizer = weakref.finalize(self, _give_up, pool, self.arrays, self.reservation, self._jobs, os.getpid())
         self._finalizer.atexit = False
 
@@ -280,7 +281,22 @@ class AddressSpace(Unpicklable):
         with self._lock, interrupts_held():  # a job that is not noted would not be waited for
             self.check_open()
             self._check_ranges(ranges)
+            self._num_asked_ahead += 1
             return self._note(get_mapper(self.pool.driver).map_ahead(self._job_words, _as_rows(ranges)))
+
+    @property
+    def num_asked_ahead(self) -> int:
+        """How often something was asked for ahead, also by standing jobs."""
+        return self._num_asked_ahead + sum(job.num_times for job in list(self._jobs) if isinstance(job, StandingJob))
+
+    def standing_job(self, num_ranges: int) -> StandingJob:
+        """A job with which compiled code has mapped ahead, as `commit_ahead` does, up to so many ranges at a time."""
+        self.pool.driver.check_process()
+        with self._lock, interrupts_held():
+            self.check_open()
+            job = get_mapper(self.pool.driver).standing_job(self._job_words, num_ranges)
+            self._jobs.append(job)  # for as long as the addresses live
+            return job
 
     def withdraw(self, ranges: Ranges) -> None:
         """Take places in ranges out of service, as if they were mapped ahead only."""
@@ -448,7 +464,7 @@ def _end_jobs(jobs: list[Job], *, cancel: bool) -> None:
 def _forget_ended(jobs: list[Job]) -> None:
     """Take jobs that have ended out of a list, one by one: other threads may add to it, or do the same, meanwhile."""
     for job in list(jobs):
-        if job.is_done:
+        if job.is_done and not job.is_standing:
             with suppress(ValueError):
                 jobs.remove(job)
 

@@ -23,7 +23,7 @@ import numpy as np
 import numpy.typing as npt
 
 from vtensor.allocator.driver.base import OUT_OF_MEMORY, SUCCESS, Call
-from vtensor.allocator.native import call, compiled, lock, unlock
+from vtensor.allocator.native import call, compiled, int32_at, int64_at, lock, unlock
 from vtensor.allocator.words import (
     CAPACITY,
     CLASS_SHIFT,
@@ -50,12 +50,14 @@ from vtensor.allocator.words import (
 __all__ = [
     "CALLED",
     "OUT_OF_HANDLES",
+    "POOL_WORDS",
     "PoolArrays",
     "count_calls",
     "end_turn",
     "give_back",
     "head_of",
     "num_available",
+    "pool_at",
     "release_free",
     "shut",
     "size_class_of",
@@ -88,6 +90,25 @@ class PoolArrays(NamedTuple):
     vacant: Int32  # likewise of page groups without a handle
     entry_points: Int64
     constants: Int64
+
+
+POOL_WORDS = 2 * len(PoolArrays._fields)
+
+
+@compiled
+def pool_at(words: Int64) -> PoolArrays:
+    """A pool from its arrays as `native.packed` them."""
+    return PoolArrays(
+        int64_at(words[0], words[1]),
+        int64_at(words[2], words[3]),
+        int64_at(words[4], words[5]),
+        int32_at(words[6], words[7]),
+        int64_at(words[8], words[9]),
+        int32_at(words[10], words[11]),
+        int32_at(words[12], words[13]),
+        int64_at(words[14], words[15]),
+        int64_at(words[16], words[17]),
+    )
 
 
 @compiled

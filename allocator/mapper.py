@@ -18,14 +18,14 @@ import numpy as np
 import numpy.typing as npt
 
 from vtensor.allocator.driver import Driver
-from vtensor.allocator.words import CODE, SHORTFALL
+from vtensor.allocator.words import CODE, RANGE_WORDS, SHORTFALL
 from vtensor.errors import DriverError
 
 if TYPE_CHECKING:
     from vtensor.allocator.page_pool import PagePool
     from vtensor.allocator.plan import SpaceArrays
 
-__all__ = ["Job", "JobWords", "Mapper", "finish_mapper", "get_mapper"]
+__all__ = ["Job", "JobWords", "Mapper", "StandingJob", "finish_mapper", "get_mapper"]
 
 Int64 = npt.NDArray[np.int64]
 
@@ -35,14 +35,12 @@ class JobWords:
 
     def __init__(self, pool: PagePool, space: SpaceArrays) -> None:
         from vtensor.allocator import mapper_native as native
+        from vtensor.allocator.native import packed
 
         self.keeps_alive = pool, space
         self.words = np.zeros(native.JOB_WORDS, np.int64)
-        blocks: tuple[tuple[int, tuple[Any, ...]], ...] = ((native.POOL, pool.arrays), (native.SPACE, space[:-1]))
-        for start, arrays in blocks:
-            for index, array in enumerate(arrays):
-                self.words[start + 2 * index : start + 2 * index + 2] = array.ctypes.data, len(array)
-        self.words[native.SPACE + 2 * (len(space) - 1)] = space.base
+        self.words[native.POOL : native.SPACE] = packed(pool.arrays)
+        self.words[native.SPACE :] = packed(space)
 
 
 class Job:
@@ -52,7 +50,11 @@ class Job:
     ----------
     ranges : ndarray of int64, shape [n, 4]
         What it works on, as rows of `plan.commit`.
+    is_standing : bool
+        Whether it may be handed over again after its end.
     """
+
+    is_standing = False
 
     def __init__(self, mapper: Mapper, kind: int, template: JobWords, ranges: Int64) -> None:
         native = mapper.native
@@ -68,9 +70,13 @@ class Job:
     def is_done(self) -> bool:
         """Whether it has ended, by whatever way."""
         # A flag that is up is looked at again under the mutex, so that the rest can be read, too.
-        if not self._is_done and self.words[0] and self._mapper.native.is_done(self._mapper.queue, self.words):
-            self._note_end()
-        return self._is_done
+        if self._is_done:
+            return True
+        native = self._mapper.native
+        if not self.words[native.IS_DONE] or not native.is_done(self._mapper.queue, self.words):
+            return False
+        self._note_end()
+        return True
 
     def _note_end(self) -> None:
         self._is_done, self._template = True, None
@@ -86,6 +92,11 @@ class Job:
         return int(self.words[self._mapper.native.NUM_PAGE_GROUPS])
 
     @property
+    def num_wanted(self) -> int:
+        """Page groups that it is still to map or unmap, or is at."""
+        return 0 if self.is_done else int(self.ranges[: self.words[self._mapper.native.NUM_RANGES], 1].sum())
+
+    @property
     def has_failed(self) -> bool:
         """Whether memory was short, or a call failed."""
         native = self._mapper.native
@@ -99,6 +110,47 @@ class Job:
         """Wait until it has ended."""
         self._mapper.native.wait(self._mapper.queue, self.words)
         self._note_end()
+
+
+class StandingJob(Job):
+    """A job that compiled code hands over again and again, without anything to be made or noted by Python's.
+
+    It maps ahead what stands in the first rows of `ranges`. See `mapper_native.submit_again`.
+    """
+
+    is_standing = True
+
+    def __init__(self, mapper: Mapper, template: JobWords, num_ranges: int) -> None:
+        native = mapper.native
+        super().__init__(mapper, native.MAP_AHEAD, template, np.zeros((num_ranges, RANGE_WORDS), np.int64))
+        self.words[native.IS_DONE], self.words[native.NUM_RANGES] = 1, 0
+
+    def _note_end(self) -> None:
+        """It will be handed over again."""
+
+    @property
+    def queue(self) -> Int64:
+        """Where compiled code hands it over."""
+        return self._mapper.queue
+
+    @property
+    def num_page_groups(self) -> int:
+        """Page groups that it mapped, all times together."""
+        return super().num_page_groups + int(self.words[self._mapper.native.NUM_BEFORE])
+
+    @property
+    def num_times(self) -> int:
+        """How often it was handed over."""
+        return int(self.words[self._mapper.native.NUM_TIMES])
+
+    def forgive(self) -> int:
+        """If it ended early, let it be handed over again all the same; how many of its ranges it did not do."""
+        native = self._mapper.native
+        if not self.is_done:
+            return 0
+        dropped = int(self.words[native.NUM_RANGES]) - self.num_done
+        self.words[native.NUM_RANGES] = self.num_done
+        return dropped
 
 
 class Mapper:
@@ -153,6 +205,12 @@ class Mapper:
         job = Job(self, self.native.MAP_AHEAD, template, ranges)
         job.words[self.native.STREAM] = self.stream
         return self._submit(job)
+
+    def standing_job(self, template: JobWords, num_ranges: int) -> StandingJob:
+        """A job to `map_ahead` up to so many ranges, for compiled code to hand over. Who asks for it keeps it alive."""
+        job = StandingJob(self, template, num_ranges)
+        job.words[self.native.STREAM] = self.stream
+        return job
 
     def unmap(self, template: JobWords, ranges: Int64, *, forget_content: bool) -> Job:
         """Take away the handles in some ranges, each range by itself, with which the device has finished."""

@@ -20,19 +20,22 @@ import numpy as np
 import numpy.typing as npt
 from numba import types
 
-from vtensor.allocator.handles import PoolArrays
-from vtensor.allocator.native import compiled, int8_at, int32_at, int64_at, lock, unlock
-from vtensor.allocator.plan import SpaceArrays, commit, decommit
+from vtensor.allocator.handles import POOL_WORDS, pool_at
+from vtensor.allocator.native import compiled, int64_at, lock, unlock
+from vtensor.allocator.plan import SPACE_WORDS, commit, decommit, space_at
 from vtensor.allocator.words import CODE, NUM_CHANGED, OUTCOME_WORDS, RANGE_WORDS, SHORTFALL
 
 __all__ = [
     "FORGET",
+    "IS_DONE",
     "JOB_WORDS",
     "KIND",
     "MAP_AHEAD",
+    "NUM_BEFORE",
     "NUM_DONE",
     "NUM_PAGE_GROUPS",
     "NUM_RANGES",
+    "NUM_TIMES",
     "OUTCOME",
     "POOL",
     "QUEUE_WORDS",
@@ -42,9 +45,11 @@ __all__ = [
     "UNMAP",
     "cancel",
     "is_done",
+    "is_free",
     "serve",
     "stop",
     "submit",
+    "submit_again",
     "wait",
 ]
 
@@ -59,9 +64,12 @@ _broadcast = types.ExternalFunction("pthread_cond_broadcast", types.int32(types.
 _SUBMITTED, _SERVED, _HEAD, _TAIL, _STOPPED, _RING = 8, 16, 24, 25, 26, 32
 _RING_LENGTH = 1024
 QUEUE_WORDS = _RING + _RING_LENGTH
-# Words of a job. Arrays are given as an address and a length, a pool and a space as those of all their arrays.
-_IS_DONE, _IS_CANCELLED, KIND, RANGES, NUM_RANGES, STREAM, FORGET = 0, 1, 2, 3, 4, 5, 6
-NUM_DONE, NUM_PAGE_GROUPS, OUTCOME, POOL, SPACE, JOB_WORDS = 8, 9, 16, 24, 48, 64
+# Words of a job. RANGES: their address. NUM_BEFORE: page groups of all the times that a standing job was handed over,
+# but the last; NUM_TIMES: how often that was. POOL, SPACE: their arrays, packed.
+IS_DONE, _IS_CANCELLED, KIND, RANGES, NUM_RANGES, STREAM, FORGET = 0, 1, 2, 3, 4, 5, 6
+NUM_DONE, NUM_PAGE_GROUPS, NUM_BEFORE, NUM_TIMES, OUTCOME, POOL = 8, 9, 10, 11, 16, 24
+SPACE = POOL + POOL_WORDS
+JOB_WORDS = SPACE + SPACE_WORDS
 MAP_AHEAD, UNMAP = 0, 1  # kinds of jobs
 
 
@@ -73,7 +81,7 @@ def submit(queue: Int64, job: Int64) -> None:
     while queue[_TAIL] - queue[_HEAD] == _RING_LENGTH and queue[_STOPPED] == 0:
         _wait_for(address + _SERVED * 8, address)
     if queue[_STOPPED] != 0:
-        job[_IS_DONE] = 1
+        job[IS_DONE] = 1
         unlock(address)
         return
     queue[_RING + queue[_TAIL] % _RING_LENGTH] = job.ctypes.data
@@ -83,10 +91,31 @@ def submit(queue: Int64, job: Int64) -> None:
 
 
 @compiled
+def is_free(queue: Int64, job: Int64) -> bool:
+    """Whether a standing job can be handed over again: it has done all its ranges."""
+    lock(queue.ctypes.data)
+    free = job[IS_DONE] != 0 and job[NUM_DONE] == job[NUM_RANGES]
+    unlock(queue.ctypes.data)
+    return free  # type: ignore[no-any-return]
+
+
+@compiled
+def submit_again(queue: Int64, job: Int64, num_ranges: int) -> None:
+    """Hand over a standing job that `is_free`, for other ranges."""
+    lock(queue.ctypes.data)
+    job[NUM_BEFORE] += job[NUM_PAGE_GROUPS]
+    job[NUM_TIMES] += 1
+    job[NUM_PAGE_GROUPS] = job[NUM_DONE] = job[IS_DONE] = job[_IS_CANCELLED] = 0
+    job[NUM_RANGES] = num_ranges
+    unlock(queue.ctypes.data)
+    submit(queue, job)
+
+
+@compiled
 def is_done(queue: Int64, job: Int64) -> bool:
     """Whether a job has been carried out."""
     lock(queue.ctypes.data)
-    done = job[_IS_DONE] != 0
+    done = job[IS_DONE] != 0
     unlock(queue.ctypes.data)
     return done  # type: ignore[no-any-return]
 
@@ -104,7 +133,7 @@ def wait(queue: Int64, job: Int64) -> None:
     """Wait until a job has ended."""
     address = queue.ctypes.data
     lock(address)
-    while job[_IS_DONE] == 0:
+    while job[IS_DONE] == 0:
         _wait_for(address + _SERVED * 8, address)
     unlock(address)
 
@@ -135,30 +164,14 @@ def serve(queue: Int64) -> None:
         _carry_out(address, job)
         lock(address)
         queue[_HEAD] += 1
-        job[_IS_DONE] = 1
+        job[IS_DONE] = 1
         _broadcast(address + _SERVED * 8)
         unlock(address)
 
 
 @compiled
 def _carry_out(queue_address: int, job: Int64) -> None:
-    pool = PoolArrays(
-        int64_at(job[POOL], job[POOL + 1]),
-        int64_at(job[POOL + 2], job[POOL + 3]),
-        int64_at(job[POOL + 4], job[POOL + 5]),
-        int32_at(job[POOL + 6], job[POOL + 7]),
-        int64_at(job[POOL + 8], job[POOL + 9]),
-        int32_at(job[POOL + 10], job[POOL + 11]),
-        int32_at(job[POOL + 12], job[POOL + 13]),
-        int64_at(job[POOL + 14], job[POOL + 15]),
-        int64_at(job[POOL + 16], job[POOL + 17]),
-    )
-    space = SpaceArrays(
-        int64_at(job[SPACE], job[SPACE + 1]),
-        int32_at(job[SPACE + 2], job[SPACE + 3]),
-        int8_at(job[SPACE + 4], job[SPACE + 5]),
-        job[SPACE + 6],
-    )
+    pool, space = pool_at(job[POOL:]), space_at(job[SPACE:])
     ranges = int64_at(job[RANGES], job[NUM_RANGES] * RANGE_WORDS).reshape((job[NUM_RANGES], RANGE_WORDS))
     outcome = job[OUTCOME : OUTCOME + OUTCOME_WORDS]
     while job[NUM_DONE] < job[NUM_RANGES]:

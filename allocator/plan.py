@@ -31,7 +31,7 @@ from vtensor.allocator.handles import (
     take_turn,
     undo_take,
 )
-from vtensor.allocator.native import call, compiled
+from vtensor.allocator.native import call, compiled, int8_at, int32_at, int64_at
 from vtensor.allocator.words import (
     CLASS_SHIFT,
     CLASS_WORDS,
@@ -66,7 +66,18 @@ from vtensor.allocator.words import (
     ZEROS,
 )
 
-__all__ = ["SpaceArrays", "alias", "are_within", "commit", "count_missing", "decommit", "withdraw"]
+__all__ = [
+    "SPACE_WORDS",
+    "SpaceArrays",
+    "alias",
+    "are_within",
+    "commit",
+    "commit_ready",
+    "count_missing",
+    "decommit",
+    "space_at",
+    "withdraw",
+]
 
 Int64 = npt.NDArray[np.int64]
 Int32 = npt.NDArray[np.int32]
@@ -86,6 +97,17 @@ class SpaceArrays(NamedTuple):
     table: Int32  # one a place: 0 nothing, n > 0 page group n - 1, -n the same, mapped ahead and not in service
     read_only: Int8  # one a place: 1 where its page group can only be read
     base: int
+
+
+SPACE_WORDS = 2 * len(SpaceArrays._fields) - 1
+
+
+@compiled
+def space_at(words: Int64) -> SpaceArrays:
+    """A space from its arrays as `native.packed` them."""
+    return SpaceArrays(
+        int64_at(words[0], words[1]), int32_at(words[2], words[3]), int8_at(words[4], words[5]), words[6]
+    )
 
 
 # -- runs -------------------------------------------------------------------------------------------------------
@@ -453,6 +475,45 @@ def _zero_dirty(pool: PoolArrays, space: SpaceArrays, ranges: Int64, stream: int
             if last == first:
                 first = last = place
     return True
+
+
+@compiled
+def commit_ready(pool: PoolArrays, space: SpaceArrays, ranges: Int64, zero_calls: int) -> int:
+    """Commit ranges in which every place is mapped ahead and fit for use as it is; how many. Takes a turn.
+
+    0, with nothing changed, where there is more to do, which `commit` can. `zero_calls`: how many of the pool's calls
+    that zero memory are known to have taken effect, -1 where they have when they return; more of them may be what
+    these places wait for.
+    """
+    take_turn(pool)
+    number = 0
+    if zero_calls < 0 or zero_calls == pool.header[NUM_CALLS + _ZERO]:
+        number = _commit_ready(
+            pool.num_mappings, pool.content, pool.constants[CLASS_SHIFT], space.table, space.read_only, ranges
+        )
+        space.header[NUM_AHEAD] -= number
+    end_turn(pool)
+    return number
+
+
+@compiled
+def _commit_ready(num_mappings: Int32, content: Int64, shift: int, table: Int32, read_only: Int8, ranges: Int64) -> int:
+    number = 0
+    for row in range(len(ranges)):
+        first, count, mark = ranges[row, FIRST], ranges[row, COUNT], ranges[row, CONTENT]
+        for place in range(first, first + count):
+            head = head_of(shift, -table[place] - 1)
+            if table[place] >= _NOTHING or read_only[place] != 0 or num_mappings[head] > 1:
+                return 0
+            if content[head] != mark and content[head] != ZEROS:
+                return 0
+        number += count
+    for row in range(len(ranges)):
+        first, count, mark = ranges[row, FIRST], ranges[row, COUNT], ranges[row, CONTENT]
+        for place in range(first, first + count):
+            content[head_of(shift, -table[place] - 1)] = mark
+            table[place] = -table[place]
+    return number
 
 
 @compiled

@@ -46,7 +46,8 @@ class Region(Unpicklable):
         # By stream that may still be zeroing what it committed: the event after it.
         self._zeroing: dict[int, DeviceEvent] = {}
         self._zeroing_lock = threading.Lock()
-        self._mapper_mark: DeviceEvent | None = None  # in the mapper's stream, after all that it mapped for us
+        # In the mapper's stream, after all that was asked for ahead until then: how often that was, and the event.
+        self._mapper_mark: tuple[int, DeviceEvent] | None = None
         self._zero_calls_seen = 0  # of the pool's, when the mapper's stream was last found idle
         storage = torch._C._construct_storage_from_data_pointer(self.space.base, device, self.space.size_bytes)
         self._release = weakref.finalize(storage, _bury, self.space, self.streams, self.process_id)
@@ -164,7 +165,6 @@ class Region(Unpicklable):
 
     def commit_ahead(self, ranges: npt.NDArray[np.int64]) -> Job:
         """Have places mapped ahead, as `AddressSpace.commit_ahead`."""
-        self._mapper_mark = None
         return self.space.commit_ahead(ranges)
 
     def has_mapper_zeroed(self) -> bool:
@@ -173,9 +173,15 @@ class Region(Unpicklable):
             return False
         if self.device.type == "cpu":
             return True
-        if self._mapper_mark is None:  # others may keep its stream busy for ever
-            self._mapper_mark = DeviceEvent(self._mapper_stream)
-        return self._mapper_mark.query()
+        times = self.space.num_asked_ahead
+        if self._mapper_mark is None or self._mapper_mark[0] != times:  # no new one: its stream may always be busy
+            self._mapper_mark = times, DeviceEvent(self._mapper_stream)
+        return self._mapper_mark[1].query()
+
+    @property
+    def zero_calls(self) -> int:
+        """As for `plan.commit_ready`: those of the pool that are known to have taken effect."""
+        return -1 if self.device.type == "cpu" else self._zero_calls_seen
 
     def _is_mapper_idle(self, zero_calls: int = -1) -> bool:
         """Whether its stream is idle. `zero_calls`: those that were made before; nothing new needs no look."""

@@ -21,7 +21,7 @@ def test_the_stamp_covers_every_source() -> None:
     assert {"native.py", "plan.py", "base.py", "host_native.py"} <= {path.name for path in ROOT.rglob("*.py")}
 
 
-FUNCTIONS: list[Any] = [plan.commit, plan.decommit, kvcache_plan.plan_step, *host_native.FUNCTIONS]
+FUNCTIONS: list[Any] = [plan.commit, plan.decommit, kvcache_plan.step, *host_native.FUNCTIONS]
 
 
 @pytest.mark.parametrize("function", FUNCTIONS, ids=lambda function: function.__name__)

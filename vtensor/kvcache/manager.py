@@ -262,35 +262,49 @@ class KVCacheManager(Unpicklable):
                         turn.do_later()
 
     def _step(self, lengths: npt.NDArray[np.int64]) -> StepResult:
-        plan, answer = self._slots.plan, self._answer
-        ranges = plan.plan_step(self._slots.arrays, lengths, answer)
-        if answer[plan.PROBLEM]:
+        plan, answer, lookahead, memory = self._slots.plan, self._answer, self._lookahead, self._memory
+        start = time.perf_counter()
+        code = plan.step(
+            self._slots.words, lookahead.job_words, lookahead.queue, self._region.zero_calls, lengths, answer
+        )
+        if code == plan.NOTHING:
+            return _NOTHING_NEEDED
+        if code == plan.BAD_LENGTH:
             slot = int(answer[plan.SLOT])
             raise self._bad_length(int(answer[plan.PROBLEM]), slot, int(lengths[slot]))
-        if not (len(ranges) or answer[plan.WANTS_AHEAD] or answer[plan.HAS_PASSED]):
-            return _NOTHING_NEEDED
-        with interrupts_held():
-            return self._grow(ranges, lengths)
-
-    def _grow(self, ranges: npt.NDArray[np.int64], lengths: npt.NDArray[np.int64]) -> StepResult:
-        """Bring into service what the lengths need, then leave to the mapper what later steps may need."""
-        plan, slots, answer = self._slots.plan, self._slots.arrays, self._answer
+        if code == plan.TO_COMMIT:
+            with interrupts_held():
+                return self._commit(lengths, start)
         result = _NOTHING_NEEDED
-        if len(ranges):
-            start = time.perf_counter()
-            num_mapped, num_ready, shortfall = self._memory.commit(ranges, lengths)
-            if not shortfall:
-                plan.apply_step(slots, lengths, answer)
-            result = StepResult(shortfall, (time.perf_counter() - start) * 1e6, num_mapped, num_ready)
-            if shortfall:
-                return result
+        if number := int(answer[plan.NUM_SERVED]):
+            result = StepResult(0, (time.perf_counter() - start) * 1e6, number, number)
+        has_more = answer[plan.WANTS_AHEAD] or answer[plan.HAS_PASSED] or lookahead.is_spare_due
+        if memory.is_check_due(number) or has_more:
+            with interrupts_held():
+                self._follow_up(lengths)
+        return result
+
+    def _commit(self, lengths: npt.NDArray[np.int64], start: float) -> StepResult:
+        """Bring into service what the lengths need, whatever it takes."""
+        plan, slots = self._slots.plan, self._slots.arrays
+        num_mapped, num_ready, shortfall = self._memory.commit(plan.needed_ranges(slots, lengths), lengths)
+        if not shortfall:
+            plan.apply_step(slots, lengths, self._answer)
+        result = StepResult(shortfall, (time.perf_counter() - start) * 1e6, num_mapped, num_ready)
+        if not shortfall:
+            self._memory.is_check_due(num_mapped)
+            self._follow_up(lengths)
+        return result
+
+    def _follow_up(self, lengths: npt.NDArray[np.int64]) -> None:
+        """After a step: see to what windows have passed, and to what later steps may need."""
+        plan, answer = self._slots.plan, self._answer
         if answer[plan.HAS_PASSED]:
             self._memory.pass_windows()
         if answer[plan.WANTS_AHEAD]:
             self._lookahead.ask(lengths)
         self._lookahead.keep_spare()
-        self._memory.keep_watermark(result.num_mapped)
-        return result
+        self._memory.keep_watermark()
 
     def free_reqid(self, reqid: int) -> None:
         """End a request. Its slot can be taken at once; its memory waits until the device has finished with it.

@@ -10,46 +10,55 @@ from typing import NamedTuple
 import numpy as np
 import numpy.typing as npt
 
-from vtensor.allocator.handles import PoolArrays, head_of, size_class_of
-from vtensor.allocator.native import compiled
-from vtensor.allocator.plan import SpaceArrays
+from vtensor.allocator.handles import PoolArrays, head_of, pool_at, size_class_of
+from vtensor.allocator.mapper_native import POOL, RANGES, SPACE, is_free, submit_again
+from vtensor.allocator.native import compiled, int8_at, int64_at
+from vtensor.allocator.plan import SpaceArrays, commit_ready, space_at
 from vtensor.allocator.words import CLASS_SHIFT, RANGE_WORDS
 
 __all__ = [
     "ANSWER_WORDS",
+    "BAD_LENGTH",
     "CONTENT",
     "FIRST_PLACE",
     "GROUP_WORDS",
     "HAS_PASSED",
     "LARGEST",
     "NEGATIVE",
+    "NOTHING",
     "NOT_ACTIVE",
     "NUM_BUFFERS",
     "NUM_PROMPTS",
+    "NUM_SERVED",
     "PROBLEM",
     "ROW_BYTES",
+    "SERVED",
     "SLOT",
     "SLOT_PLACES",
     "TOO_LONG",
+    "TO_COMMIT",
     "WANTS_AHEAD",
     "WINDOW",
     "WINDOW_PASSED",
     "SlotArrays",
     "ahead_ranges",
     "apply_step",
+    "needed_ranges",
     "passed_ranges",
-    "plan_step",
     "recede",
     "slot_ranges",
     "spare_ranges",
+    "step",
     "surplus_ranges",
 ]
 
 Int64 = npt.NDArray[np.int64]
 
-# What `plan_step` answers: what is wrong with which slot's length, whether there are places to map ahead of the next
-# step, and whether windows have passed places.
-PROBLEM, SLOT, WANTS_AHEAD, HAS_PASSED, ANSWER_WORDS = 0, 1, 2, 3, 4
+# What `step` returns, see there.
+NOTHING, SERVED, TO_COMMIT, BAD_LENGTH = 0, 1, 2, 3
+# What its answer says: what is wrong with which slot's length; page groups that came into service; whether there are
+# places to map ahead of the next step, and whether windows have passed places.
+PROBLEM, SLOT, NUM_SERVED, WANTS_AHEAD, HAS_PASSED, ANSWER_WORDS = 0, 1, 2, 3, 4, 5
 NEGATIVE, TOO_LONG, NOT_ACTIVE, WINDOW_PASSED = 1, 2, 3, 4
 # Words of a layer group. WINDOW: 0 for none. CONTENT: the mark of its data. LARGEST: its largest size class.
 NUM_BUFFERS, ROW_BYTES, SLOT_PLACES, FIRST_PLACE, WINDOW, CONTENT, LARGEST, GROUP_WORDS = 0, 1, 2, 3, 4, 5, 6, 7
@@ -84,6 +93,30 @@ class SlotArrays(NamedTuple):
     page_group_bytes: int
     overread_tokens: int
     lookahead_tokens: int
+
+
+@compiled
+def _slots_at(words: Int64) -> SlotArrays:
+    """Slots from their arrays and numbers as `native.packed` them."""
+    batch, num_groups = words[1], words[19] // GROUP_WORDS
+    shape = (num_groups, batch)
+    return SlotArrays(
+        int8_at(words[0], batch),
+        int64_at(words[2], batch),
+        int64_at(words[4], batch),
+        int64_at(words[6], words[7]).reshape(shape),
+        int64_at(words[8], words[9]).reshape(shape),
+        int64_at(words[10], words[11]).reshape(shape),
+        int64_at(words[12], words[13]).reshape(shape),
+        int64_at(words[14], words[15]).reshape(shape),
+        int64_at(words[16], words[17]).reshape(shape),
+        int64_at(words[18], words[19]).reshape((num_groups, GROUP_WORDS)),
+        int64_at(words[20], words[21]),
+        words[22],
+        words[23],
+        words[24],
+        words[25],
+    )
 
 
 # What the loops below call takes numbers and at most one array: to pass on the slots counts references to all arrays.
@@ -130,27 +163,23 @@ def _find_problem(slots: SlotArrays, seq_lens: Int64, answer: Int64) -> bool:
 
 
 @compiled
-def plan_step(slots: SlotArrays, seq_lens: Int64, answer: Int64) -> Int64:
-    """What the slots need for these lengths and do not have.
-
-    A length of 0 leaves its slot as it is. When nothing is needed, the lengths are taken over at once; otherwise
-    `apply_step` does that after the ranges were committed. With a bad length, nothing is done.
-    """
-    answer[:] = 0
-    if _find_problem(slots, seq_lens, answer):
-        return np.empty((0, RANGE_WORDS), np.int64)
-    high, groups, size, batch = slots.high, slots.groups, slots.page_group_bytes, len(seq_lens)
-    num_ranges = 0
+def _num_needed(slots: SlotArrays, seq_lens: Int64) -> int:
+    """Rows of `needed_ranges`."""
+    high, groups, size, overread = slots.high, slots.groups, slots.page_group_bytes, slots.overread_tokens
+    number = 0
     for group in range(len(groups)):
         row_bytes, num_buffers = groups[group, ROW_BYTES], groups[group, NUM_BUFFERS]
-        for slot in range(batch):
-            tokens = seq_lens[slot] + slots.overread_tokens
-            if seq_lens[slot] > 0 and tokens * row_bytes > high[group, slot] * size:  # no division for each slot
-                num_ranges += num_buffers
-    ranges = np.empty((num_ranges, RANGE_WORDS), np.int64)
-    if num_ranges == 0:
-        apply_step(slots, seq_lens, answer)
-        return ranges
+        for slot in range(len(seq_lens)):  # no division for each slot
+            if seq_lens[slot] > 0 and (seq_lens[slot] + overread) * row_bytes > high[group, slot] * size:
+                number += num_buffers
+    return number
+
+
+@compiled
+def needed_ranges(slots: SlotArrays, seq_lens: Int64) -> Int64:
+    """What the slots need for these lengths and do not have."""
+    high, groups, size, batch = slots.high, slots.groups, slots.page_group_bytes, len(seq_lens)
+    ranges = np.empty((_num_needed(slots, seq_lens), RANGE_WORDS), np.int64)
     row = 0
     for group in range(len(groups)):
         words, row_bytes = groups[group], groups[group, ROW_BYTES]
@@ -162,6 +191,50 @@ def plan_step(slots: SlotArrays, seq_lens: Int64, answer: Int64) -> Int64:
                     _write_row(words, ranges[row], batch, buffer, slot, high[group, slot], end)
                     row += 1
     return ranges
+
+
+@compiled
+def step(slot_words: Int64, job: Int64, queue: Int64, zero_calls: int, seq_lens: Int64, answer: Int64) -> int:
+    """A step, as far as it needs no memory but what was mapped ahead, in one call.
+
+    A length of 0 leaves its slot as it is. What may be needed next is handed to the mapper with the standing job, if
+    that is free.
+
+    Parameters
+    ----------
+    slot_words : ndarray of int64
+        The slots' arrays and numbers, packed.
+    job, queue : ndarray of int64
+        A standing job over the cache's addresses, and where to hand it over. An empty queue: nothing was ever mapped
+        ahead, and there is no such job.
+    zero_calls : int
+        As for `commit_ready`.
+
+    Returns
+    -------
+    int
+        `BAD_LENGTH`: the answer says what is wrong. `TO_COMMIT`: `needed_ranges` are to be committed, then comes
+        `apply_step`. In both cases nothing was changed. `SERVED`: the answer says with how many page groups, and what
+        is left to do. `NOTHING`: the lengths were taken over, and there is nothing left to do.
+    """
+    slots = _slots_at(slot_words)
+    answer[:] = 0
+    if _find_problem(slots, seq_lens, answer):
+        return BAD_LENGTH
+    if _num_needed(slots, seq_lens) > 0:
+        if len(queue) == 0:
+            return TO_COMMIT
+        ranges = needed_ranges(slots, seq_lens)
+        answer[NUM_SERVED] = commit_ready(pool_at(job[POOL:]), space_at(job[SPACE:]), ranges, zero_calls)
+        if answer[NUM_SERVED] == 0:
+            return TO_COMMIT
+    apply_step(slots, seq_lens, answer)
+    if answer[WANTS_AHEAD] != 0 and len(queue) > 0 and is_free(queue, job):
+        most = len(seq_lens) * slots.groups[:, NUM_BUFFERS].sum()
+        ranges = int64_at(job[RANGES], most * RANGE_WORDS).reshape((most, RANGE_WORDS))
+        submit_again(queue, job, _write_ahead(slots, seq_lens, ranges))
+        answer[WANTS_AHEAD] = 0
+    return SERVED if answer.any() else NOTHING
 
 
 @compiled
@@ -212,22 +285,29 @@ def apply_step(slots: SlotArrays, seq_lens: Int64, answer: Int64) -> None:
 @compiled
 def ahead_ranges(slots: SlotArrays, seq_lens: Int64) -> Int64:
     """What the slots of a step may need in the next one, in the smallest size class; it is noted as asked for."""
-    asked, groups, size, batch = slots.asked, slots.groups, slots.page_group_bytes, len(seq_lens)
-    ranges = np.empty((batch * groups[:, NUM_BUFFERS].sum(), RANGE_WORDS), np.int64)
+    ranges = np.empty((len(seq_lens) * slots.groups[:, NUM_BUFFERS].sum(), RANGE_WORDS), np.int64)
+    return ranges[: _write_ahead(slots, seq_lens, ranges)].copy()
+
+
+@compiled
+def _write_ahead(slots: SlotArrays, seq_lens: Int64, ranges: Int64) -> int:
+    """Write `ahead_ranges` into an array that is long enough; how many rows."""
+    asked, extent, groups, size = slots.asked, slots.extent, slots.groups, slots.page_group_bytes
+    lookahead, overread, batch = slots.lookahead_tokens, slots.overread_tokens, len(seq_lens)
     row = 0
     for group in range(len(groups)):
         words, row_bytes = groups[group], groups[group, ROW_BYTES]
         for slot in range(batch):
             first = asked[group, slot]
-            tokens = min(seq_lens[slot] + slots.lookahead_tokens, slots.max_tokens) + slots.overread_tokens
+            tokens = min(seq_lens[slot] + lookahead, slots.max_tokens) + overread
             if seq_lens[slot] > 0 and tokens * row_bytes > first * size:
                 asked[group, slot] = _end(tokens, row_bytes, size)
-                slots.extent[group, slot] = max(slots.extent[group, slot], asked[group, slot])
+                extent[group, slot] = max(extent[group, slot], asked[group, slot])
                 for buffer in range(words[NUM_BUFFERS]):
                     _write_row(words, ranges[row], batch, buffer, slot, first, asked[group, slot])
                     ranges[row, 3] = 0  # so that each can be taken away again by itself
                     row += 1
-    return ranges[:row].copy()
+    return row
 
 
 @compiled

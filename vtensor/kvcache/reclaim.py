@@ -232,12 +232,19 @@ class SlotMemory:
 
     # -- in the background ------------------------------------------------------------------------------------------
 
-    def keep_watermark(self, num_mapped: int) -> None:
-        """When less than the low watermark is left, give up deferred slots up to the high one, oldest first."""
+    def is_check_due(self, num_mapped: int) -> bool:
+        """Whether `keep_watermark` has something to do, so many page groups having been mapped since."""
         pool = self._region.space.pool
-        self._check_in -= num_mapped
-        if self._check_in > 0 and pool.capacity_bytes is None:  # to ask the device takes time
+        if pool.capacity_bytes is not None:
+            return pool.num_available < int(self._watermarks[0] * pool.headroom()[1])
+        self._check_in -= num_mapped  # to ask the device takes time
+        return self._check_in <= 0
+
+    def keep_watermark(self) -> None:
+        """When less than the low watermark is left, give up deferred slots up to the high one, oldest first."""
+        if not self.is_check_due(0):
             return
+        pool = self._region.space.pool
         available, total = pool.headroom()
         low, high = (int(part * total) for part in self._watermarks)
         if available >= low:

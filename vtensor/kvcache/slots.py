@@ -58,6 +58,7 @@ class SlotTable:
     """
 
     def __init__(self, layout: CacheLayout, pool: PagePool, lookahead_tokens: int) -> None:
+        from vtensor.allocator.native import packed
         from vtensor.kvcache import plan
 
         self.plan: Any = plan
@@ -96,11 +97,14 @@ class SlotTable:
             overread_tokens=config.overread_tokens,
             lookahead_tokens=lookahead_tokens,
         )
+        self.words = packed(self.arrays)
         self.has_windows = any(group.window is not None for group in layout.groups)
         self.rows_a_slot = sum(group.num_buffers for group in layout.groups)
+        no_job = np.zeros(0, np.int64)
         nothing, answer = np.zeros(config.max_batch_size, np.int64), np.zeros(plan.ANSWER_WORDS, np.int64)
         with interrupts_held():  # an interrupt while LLVM loads code may crash the process; loaded now, no step waits
-            plan.plan_step(self.arrays, nothing, answer)
+            plan.step(self.words, no_job, no_job, -1, nothing, answer)
+            plan.needed_ranges(self.arrays, nothing)
             plan.apply_step(self.arrays, nothing, answer)
             plan.ahead_ranges(self.arrays, nothing)
             plan.spare_ranges(self.arrays, 0, 1, False)
