@@ -18,11 +18,11 @@ from tests.helpers.faults import BROKEN, fail, hold, record
 from tests.helpers.memory import fill_place, handles, place_value, ranges, rows
 from tests.helpers.threads import Background, in_threads, wait_until
 from vtensor.allocator import mapper as mapper_module
-from vtensor.allocator import mapper_native, words
+from vtensor.allocator import mapper_native, plan, words
 from vtensor.allocator.address_space import AddressSpace, Shortage
 from vtensor.allocator.driver import Call, get_driver
 from vtensor.allocator.driver.base import OUT_OF_MEMORY
-from vtensor.allocator.mapper import Job, Mapper, get_mapper
+from vtensor.allocator.mapper import Job, Mapper, StandingJob, get_mapper
 from vtensor.allocator.page_pool import PagePool
 from vtensor.errors import ClosedError, DriverError, ForkedError, VTensorError
 
@@ -743,6 +743,156 @@ def test_nothing_was_mapped_ahead_no_mapper_is_needed() -> None:
         return [*mapper_module._mappers, *(thread.name for thread in threading.enumerate() if "mapper" in thread.name)]
 
     assert in_child(body) == (0, "[]")
+
+
+# -- from compiled code ---------------------------------------------------------------------------------------------
+
+
+def commit_ready(space: AddressSpace, *spans: tuple[int, int], content: int = MINE, zero_calls: int = -1) -> int:
+    return int(plan.commit_ready(space.pool.arrays, space.arrays, rows(*spans, content=content), zero_calls))
+
+
+def test_what_is_ready_comes_into_service_at_once(space: AddressSpace, pool: PagePool) -> None:
+    ahead(space, (2, 8), (12, 3)).wait()
+    settle(space)
+    with record(pool.driver) as calls:
+        assert commit_ready(space, (4, 3), (12, 3)) == 6
+        assert table(space)[:16] == [0, 0, -1, -1, 1, 1, 1, -1, -1, -1, 0, 0, 1, 1, 1, 0]
+        assert commit_ready(space) == 0
+    assert (len(calls), space.num_ahead, space.num_mapped) == (0, 5, 11)
+    for place in (4, 14):
+        fill_place(space, place, 9)
+    assert space.commit(ranges((2, 8)), content=MINE) == 5  # the mark is on it: what is in service stays as it is
+    assert values(space, 4, 14, 2, 9) == [9, 9, 0, 0]
+
+
+def leave_empty(space: AddressSpace, other: AddressSpace) -> None:
+    space.decommit(ranges((3, 1)), forget_content=False)
+
+
+def be_in_service(space: AddressSpace, other: AddressSpace) -> None:
+    space.commit(ranges((3, 1)), content=MINE)
+
+
+def show_it_elsewhere(space: AddressSpace, other: AddressSpace) -> None:
+    space.commit(ranges((3, 1)), content=MINE)
+    other.alias(0, space, 3, 1)
+    space.withdraw(ranges((3, 1)))
+
+
+def hold_a_read_only_alias(space: AddressSpace, other: AddressSpace) -> None:
+    space.decommit(ranges((3, 1)), forget_content=False)
+    other.commit(ranges((0, 1)), content=MINE)
+    space.alias(3, other, 0, 1, writable=False)
+    other.decommit(ranges((0, 1)), forget_content=False)
+    space.withdraw(ranges((3, 1)))
+
+
+def hold_data_of_another(space: AddressSpace, other: AddressSpace) -> None:
+    space.decommit(ranges((3, 1)), forget_content=False)
+    ahead(space, (3, 1), content=THEIRS, largest=0).wait()
+    settle(space)
+
+
+@pytest.mark.parametrize(
+    "spoil", [leave_empty, be_in_service, show_it_elsewhere, hold_a_read_only_alias, hold_data_of_another]
+)
+def test_what_is_not_ready_is_left_to_a_commit(spoil: Callable[..., None], make_space: MakeSpace) -> None:
+    space, other = make_space(), make_space()
+    leave_dirty(other, 8)
+    ahead(space, (0, 8), largest=0).wait()
+    settle(space)
+    spoil(space, other)
+    before = table(space)
+    with record(space.pool.driver) as calls:
+        assert commit_ready(space, (0, 3), (3, 5)) == 0
+    assert (len(calls), table(space)) == (0, before)
+    assert commit_ready(space, (4, 4)) == 4
+
+
+def test_what_may_still_be_zeroed_is_left_to_a_commit(space: AddressSpace, pool: PagePool) -> None:
+    leave_dirty(space, 8)
+    ahead(space, (0, 8)).wait()
+    settle(space)
+    number = pool.stats().num_driver_calls[Call.ZERO.symbol]
+    assert number > 0
+    for zero_calls in (0, number - 1, number + 1):
+        assert commit_ready(space, (0, 8), zero_calls=zero_calls) == 0
+    assert commit_ready(space, (0, 8), zero_calls=number) == 8
+
+
+def hand_over(job: StandingJob, *spans: tuple[int, int]) -> None:
+    job.ranges[: len(spans)] = rows(*spans, content=MINE)
+    assert mapper_native.is_free(job.queue, job.words)
+    mapper_native.submit_again(job.queue, job.words, len(spans))
+
+
+def test_a_standing_job_is_handed_over_again_and_again(space: AddressSpace) -> None:
+    job = space.standing_job(3)
+    assert (job.is_done, job.num_wanted, job.num_page_groups, space.is_settled) == (True, 0, 0, True)
+    with hold(space.pool.driver, Call.CREATE) as held:
+        hand_over(job, (0, 4), (6, 2))
+        held.wait_until_begun()
+        assert not mapper_native.is_free(job.queue, job.words)
+        assert (job.is_done, job.num_wanted, job.forgive(), space.is_settled) == (False, 6, 0, False)
+        held.release()
+        space.settle()
+    hand_over(job, (0, 4))
+    space.settle()
+    hand_over(job, (10, 1), (12, 2), (20, 3))
+    ahead(space, (30, 1)).wait()
+    settle(space)
+    assert (job.num_times, job.num_page_groups, job.has_failed, space.num_ahead) == (3, 12, False, 13)
+    assert space.num_asked_ahead == 4
+
+
+def test_a_standing_job_that_ended_early_is_not_handed_over_before_it_is_forgiven(make_pool: MakePool) -> None:
+    space = AddressSpace(make_pool(8), NUM_PLACES * make_pool(8).page_group_bytes)
+    job = space.standing_job(3)
+    hand_over(job, (0, 6), (8, 4), (16, 1))
+    space.settle()
+    assert (job.is_done, job.num_done, job.num_page_groups) == (True, 1, 6)
+    assert not mapper_native.is_free(job.queue, job.words)
+    assert (job.forgive(), job.forgive()) == (2, 0)
+    hand_over(job, (16, 2))
+    settle(space)
+    assert (job.num_page_groups, job.forgive()) == (8, 0)
+
+
+def test_a_standing_job_is_cancelled_and_goes_on(space: AddressSpace) -> None:
+    job = space.standing_job(2)
+    with hold(space.pool.driver, Call.CREATE) as held:
+        hand_over(job, (0, 1), (4, 1))
+        held.wait_until_begun()
+        job.cancel()
+        held.release()
+        space.settle(cancel=True)
+    assert (job.num_done, job.forgive()) == (1, 1)
+    hand_over(job, (4, 1), (8, 1))
+    settle(space)
+    assert (job.num_done, space.num_ahead) == (2, 3)
+
+
+@pytest.mark.parametrize("closes", [True, False])
+def test_a_standing_job_dies_with_its_space(closes: bool, make_space: MakeSpace, pool: PagePool) -> None:
+    space = make_space()
+    job = space.standing_job(1)
+    with hold(pool.driver, Call.CREATE) as held:
+        hand_over(job, (0, 3))
+        held.wait_until_begun()
+        if closes:
+            ending = Background(space.close)
+        else:
+            words_of_job, spaces = weakref.ref(job), [space]
+            del job, space
+            ending = Background(lambda: (spaces.clear(), gc.collect()))
+            assert words_of_job() is not None  # the mapper is at it
+        held.release()
+        ending.join()
+    assert pool.stats().mapped_page_groups == 0
+    if not closes:
+        gc.collect()
+        assert words_of_job() is None
 
 
 # -- a commit that is broken off ----------------------------------------------------------------------------------

@@ -39,6 +39,14 @@ def stepped(cache: vt.KVCacheManager, by_slot: dict[int, int]) -> tuple[int, int
     return result.shortfall_page_groups, result.num_mapped, result.num_mapped_by_mapper
 
 
+def begun(cache: vt.KVCacheManager, tokens: int) -> int:
+    """A new request that holds so many tokens."""
+    slot = cache.alloc_reqid()
+    assert cache.step(lengths(cache, {slot: tokens}))
+    cache._region.space.settle()
+    return slot
+
+
 # -- look-ahead -----------------------------------------------------------------------------------------------------
 
 
@@ -69,6 +77,29 @@ def test_the_next_step_finds_its_memory_ready(lookahead: int, growth: int, layou
             assert (found.num_mapped_ahead, found.num_dropped_ahead) == (num_asked, 0)
         assert (num_asked > 0) == (num_found > 0) == (lookahead > 0)
         assert reach[1] == 64  # behind the end of a slot nothing is mapped
+
+
+def test_a_step_whose_memory_is_ready_leaves_python_alone(device: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    # Once its page groups have been in use, and are not zeroed any more: no commit and no job of Python's.
+    options: Any = {"deferred_reclamation": False, "eager_slot": False, "capacity_bytes": 400 * page(device)}
+    with make(device, spec(device, 1), spec(device, 2), lookahead_tokens=2, **options) as cache:
+        cache.free_reqid(begun(cache, 64))
+        stats(cache)
+        slot = begun(cache, 1)
+        pattern = Pattern(cache)
+        pattern.write(slot, 0, 1)
+        for tokens in range(2, 20):
+            with monkeypatch.context() as patch:
+                if tokens > 4:
+                    patch.setattr(cache._memory, "commit", None)
+                    patch.setattr(cache._lookahead, "ask", None)
+                needed = places(cache, tokens) - places(cache, tokens - 1)
+                assert stepped(cache, {slot: tokens}) == (0, needed, needed)
+            pattern.write(slot, tokens - 1, tokens)
+            pattern.check(slot, tokens)
+            cache._region.space.settle()
+            if device != "cpu":
+                torch.cuda.synchronize()
 
 
 def test_only_slots_that_take_part_are_looked_after(device: str) -> None:
