@@ -124,14 +124,15 @@ def pytest_runtest_setup(item: pytest.Item) -> None:
 
 
 @pytest.fixture(params=["cpu", pytest.param("cuda:0", marks=pytest.mark.gpu)])
-def device(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> str:
+def device(request: pytest.FixtureRequest) -> Iterator[str]:
     """Each device of the driver table, by its name there; also good for torch."""
-    if request.param != "cpu" and STRICT in request.path.parents:
-        _zero_at_once(monkeypatch)
-    return str(request.param)
+    with pytest.MonkeyPatch.context() as patch:  # of its own, as a test may undo what the shared one did
+        if request.param != "cpu" and STRICT in request.path.parents:
+            _zero_at_once(patch)
+        yield str(request.param)
 
 
-def _zero_at_once(monkeypatch: pytest.MonkeyPatch) -> None:
+def _zero_at_once(patch: pytest.MonkeyPatch) -> None:
     """Wait for zeroing, as these tests unmap what they have just committed, which its owner must not do."""
     commit = AddressSpace.commit
 
@@ -141,7 +142,7 @@ def _zero_at_once(monkeypatch: pytest.MonkeyPatch) -> None:
         finally:
             torch.cuda.synchronize()
 
-    monkeypatch.setattr(AddressSpace, "commit", commit_and_wait)
+    patch.setattr(AddressSpace, "commit", commit_and_wait)
 
 
 @pytest.fixture
