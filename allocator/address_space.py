@@ -23,16 +23,19 @@ from vtensor.allocator.words import (
     END_MAPPED,
     FAILED_CALL,
     FIRST_MAPPED,
+    HOLES_READABLE,
     LARGEST_SIZE_CLASS,
     NUM_AHEAD,
     NUM_CHANGED,
     NUM_MAPPED,
+    NUM_SHOWN,
     NUM_STUCK,
     OUTCOME_WORDS,
     PARTIAL,
     RANGE_WORDS,
     SHARED,
     SHORTFALL,
+    SHOWS_ZEROS,
     SPACE_HEADER_WORDS,
     TAKEN,
     ZEROS,
@@ -76,6 +79,8 @@ class AddressSpace(Unpicklable):
         Where its page groups come from and go to.
     size_bytes : int
         Rounded up to the pool's page group.
+    readable_holes : bool
+        Have places without memory read as zeros, where the driver can do that.
 
     Raises
     ------
@@ -83,14 +88,16 @@ class AddressSpace(Unpicklable):
         No such range of addresses is free.
     """
 
-    def __init__(self, pool: PagePool, size_bytes: int) -> None:
+    def __init__(self, pool: PagePool, size_bytes: int, *, readable_holes: bool = False) -> None:
         pool.check_open()
         from vtensor.allocator import plan
         from vtensor.allocator.native import sparse_array
 
         self.pool = pool
         self.page_group_bytes = pool.page_group_bytes
-        self.reservation = Reservation(pool.driver, round_up(size_bytes, pool.page_group_bytes))
+        size_bytes = round_up(size_bytes, pool.page_group_bytes)
+        self.has_readable_holes = readable_holes and pool.driver.has_readable_holes
+        self.reservation = Reservation(pool.driver, size_bytes, readable_holes=self.has_readable_holes)
         self.num_places = self.reservation.size_bytes // pool.page_group_bytes
         self._plan: Any = plan
         self._lock = threading.RLock()
@@ -98,16 +105,17 @@ class AddressSpace(Unpicklable):
             self.arrays = plan.SpaceArrays(
                 header=np.zeros(SPACE_HEADER_WORDS, np.int64),
                 table=sparse_array(self.num_places, np.int32),
-                read_only=sparse_array(self.num_places, np.int8),
+                access=sparse_array(self.num_places, np.int8),
                 base=self.reservation.base,
             )
             self.arrays.header[FIRST_MAPPED] = self.num_places
+            self.arrays.header[HOLES_READABLE] = self.has_readable_holes
             # Load the compiled code now, so that nobody waits for it later; and where no mapping can be made any more,
             # LLVM could not load what closing needs, and would abort.
             nothing, outcome = _as_rows(np.zeros((0, 2), np.int64)), np.zeros(OUTCOME_WORDS, np.int64)
             with interrupts_held():
                 plan.are_within(self.num_places, nothing)
-                plan.count_missing(self.arrays, nothing)
+                plan.count_missing(self.arrays, nothing, False)
                 plan.commit(pool.arrays, self.arrays, nothing, False, 0, outcome)
                 plan.withdraw(pool.arrays, self.arrays, nothing)
                 plan.decommit(pool.arrays, self.arrays, nothing, False, outcome)
@@ -158,8 +166,13 @@ class AddressSpace(Unpicklable):
 
     @property
     def committed_bytes(self) -> int:
-        """Bytes with memory behind them; an alias counts at each of its places."""
-        return self.num_mapped * self.page_group_bytes
+        """Bytes with memory behind them; an alias counts at each of its places, but not one of zeros."""
+        return (self.num_mapped - self.num_shown) * self.page_group_bytes
+
+    @property
+    def num_shown(self) -> int:
+        """Places that show zeros, and have no memory of their own."""
+        return int(self.arrays.header[NUM_SHOWN])
 
     def check_open(self) -> None:
         """Raise `ClosedError` or `ForkedError` where the space can no longer serve."""
@@ -179,25 +192,31 @@ class AddressSpace(Unpicklable):
         return np.asarray(np.abs(table[table != 0]) - 1, np.int32)
 
     def mapped_runs(self, ranges: Ranges, *, in_service: bool = False) -> list[tuple[int, int]]:
-        """Maximal runs of mapped places within each range, or of those `in_service`: (first place, number)."""
+        """Maximal runs of mapped places within each range: (first place, number).
+
+        With `in_service` only of those that have memory of their own, in service.
+        """
         runs = []
         for first, count in ranges[:, :2].tolist():
             table = self.arrays.table[first : first + count]
-            places = np.flatnonzero(table > 0 if in_service else table) + first
+            held = table != 0
+            if in_service:
+                held = (table > 0) & (self.arrays.access[first : first + count] != SHOWS_ZEROS)
+            places = np.flatnonzero(held) + first
             for run in np.split(places, np.flatnonzero(np.diff(places) > 1) + 1):
                 if len(run):
                     runs.append((int(run[0]), len(run)))
         return runs
 
-    def count_missing(self, ranges: Ranges) -> int:
-        """Places that are not in service in ranges of places, rows of (first, count).
+    def count_missing(self, ranges: Ranges, *, with_shown: bool = True) -> int:
+        """Places that are not in service in ranges of places, rows of (first, count); or that show zeros.
 
         Waits for a commit that another thread is at: a place counts as mapped once it is also zeroed, in the order of
         that commit's stream.
         """
         # A forked child reads its copy, and not behind a lock that a thread of the parent may have held.
         with self._lock if self.pool.driver.is_own_process else nullcontext():
-            return int(self._plan.count_missing(self.arrays, ranges))
+            return int(self._plan.count_missing(self.arrays, ranges, with_shown))
 
     def commit(
         self,
@@ -232,7 +251,8 @@ class AddressSpace(Unpicklable):
         Shortage
             Not enough page groups; nothing was changed.
         ValueError
-            A place that was withdrawn is an alias. Or there is no mark: data of nobody could be shown to everybody.
+            A place that was withdrawn is an alias, or a place shows zeros. Or there is no mark: data of nobody could be
+            shown to everybody.
         DriverError
             Another failure of the driver; nothing was changed, unless the message says so. What had been mapped ahead
             may have to be mapped again.
@@ -252,7 +272,10 @@ class AddressSpace(Unpicklable):
                 self.check_open()  # a pool that was closed meanwhile has nothing any more
                 raise Shortage(int(outcome[SHORTFALL]))
             if outcome[CODE] == SHARED:
-                raise ValueError(f"an alias of {self!r} was withdrawn, and cannot come back; decommit its place first")
+                raise ValueError(
+                    f"a place of {self!r} holds an alias that was withdrawn, or shows zeros, and cannot come into "
+                    "service; decommit it first"
+                )
             try:
                 _check_outcome(self.pool, outcome)
                 if on_mapped is not None and len(runs):
@@ -297,6 +320,60 @@ class AddressSpace(Unpicklable):
             job = get_mapper(self.pool.driver).standing_job(self._job_words, num_ranges)
             self._jobs.append(job)  # for as long as the addresses live
             return job
+
+    def show_zeros(self, ranges: Ranges, *, stream: int = 0) -> int:
+        """Have empty places in the ranges read as zeros, by read-only aliases of one page group that the pool holds.
+
+        They are in service for who reads only. Before a commit puts memory there, decommit them (`shown_ranges`), once
+        the device has finished with them.
+
+        Parameters
+        ----------
+        ranges : ndarray of int64, shape [n, 2]
+            As for `commit`.
+        stream : int
+            Raw handle of a stream that may be used to zero that page group, and waited for.
+
+        Returns
+        -------
+        int
+            Number of places that were mapped.
+
+        Raises
+        ------
+        Shortage
+            The pool has no page group left for the zeros.
+        DriverError
+            The driver refused. Some of the places may show zeros.
+        """
+        self.pool.driver.check_process()
+        with self._lock, interrupts_held():
+            self.check_open()
+            self._check_ranges(ranges)
+            outcome = np.zeros(OUTCOME_WORDS, np.int64)
+            while not self._plan.show_zeros(self.pool.arrays, self.arrays, _as_rows(ranges), outcome):
+                self._make_zeros(stream)
+            _check_outcome(self.pool, outcome)
+            return int(outcome[NUM_CHANGED])
+
+    def _make_zeros(self, stream: int) -> None:
+        """Have the pool hold a page group of zeros."""
+        space = AddressSpace(self.pool, self.page_group_bytes)
+        try:
+            space.commit(np.array([[0, 1]], np.int64), content=self.pool.new_content(), stream=stream)
+            self.pool.driver.finish(stream)  # so that every other stream finds it zeroed
+            self._plan.hold_zeros(self.pool.arrays, space.arrays)
+        finally:
+            space.close()
+
+    def shown_ranges(self, ranges: Ranges) -> Ranges:
+        """The places in the ranges that show zeros, as ranges."""
+        runs = [np.empty((0, 2), np.int64)]
+        if self.num_shown:
+            for first, count in ranges[:, :2].tolist():
+                places = np.flatnonzero(self.arrays.access[first : first + count] == SHOWS_ZEROS) + first
+                runs.append(np.stack([places, np.ones_like(places)], axis=1))
+        return np.concatenate(runs)
 
     def withdraw(self, ranges: Ranges) -> None:
         """Take places in ranges out of service, as if they were mapped ahead only."""

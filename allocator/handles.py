@@ -45,6 +45,7 @@ from vtensor.allocator.words import (
     TURN,
     UNKNOWN_CONTENT,
     ZEROS,
+    ZEROS_GROUP,
 )
 
 __all__ = [
@@ -54,6 +55,7 @@ __all__ = [
     "PoolArrays",
     "count_calls",
     "end_turn",
+    "exchange",
     "give_back",
     "head_of",
     "num_available",
@@ -63,6 +65,7 @@ __all__ = [
     "size_class_of",
     "take",
     "take_turn",
+    "top_of_free",
     "undo_take",
 ]
 
@@ -165,6 +168,15 @@ def _push_free(pool: PoolArrays, head: int) -> None:
 
 
 @compiled
+def exchange(pool: PoolArrays, size_class: int, outcome: Int64) -> bool:
+    """Release the free handle that would be taken next, so that a new one is; False after an error."""
+    code = _destroy(pool, _pop_free(pool, size_class))
+    if code != SUCCESS:
+        outcome[FAILED_CALL], outcome[CODE] = _RELEASE, code
+    return code == SUCCESS
+
+
+@compiled
 def _pop_free(pool: PoolArrays, size_class: int) -> int:
     words = pool.classes[size_class * CLASS_WORDS : (size_class + 1) * CLASS_WORDS]
     words[NUM_FREE_HANDLES] -= 1
@@ -205,10 +217,20 @@ def give_back(pool: PoolArrays, heads: Int32) -> None:
 
 
 @compiled
+def _drop_zeros(pool: PoolArrays) -> None:
+    """Let go of the page group of zeros, if nobody shows it."""
+    group = pool.header[ZEROS_GROUP] - 1
+    if group >= 0 and pool.num_mappings[group] == 1:
+        pool.header[ZEROS_GROUP] = 0
+        _push_free(pool, group)
+
+
+@compiled
 def release_free(pool: PoolArrays, outcome: Int64) -> None:
     """Give all free handles back to the device. Takes a turn. The outcome tells of the first one that failed."""
     take_turn(pool)
     outcome[:] = 0
+    _drop_zeros(pool)
     total_before = pool.header[NUM_TOTAL]
     for size_class in range(len(pool.classes) // CLASS_WORDS):
         start = size_class << pool.constants[CLASS_SHIFT]
@@ -228,6 +250,7 @@ def release_free(pool: PoolArrays, outcome: Int64) -> None:
 def shut(pool: PoolArrays) -> int:
     """Let nothing be taken from now on, if nothing is mapped; the number of page groups that are. Takes a turn."""
     take_turn(pool)
+    _drop_zeros(pool)
     num_mapped = pool.header[NUM_TOTAL] - pool.header[NUM_FREE]
     if num_mapped == 0:
         pool.header[CAPACITY] = 0
@@ -253,6 +276,15 @@ def _make_room(pool: PoolArrays, wanted: int, outcome: Int64) -> bool:
                 return False
             wanted -= 1 << size_class
     return True
+
+
+@compiled
+def top_of_free(pool: PoolArrays, size_class: int) -> int:
+    """The free handle that would be taken next, -1 where none is free."""
+    number = pool.classes[size_class * CLASS_WORDS + NUM_FREE_HANDLES]
+    if number == 0:
+        return -1
+    return pool.free[(size_class << pool.constants[CLASS_SHIFT]) + number - 1]  # type: ignore[no-any-return]
 
 
 @compiled

@@ -282,6 +282,8 @@ class PagePool(Unpicklable):
             for space in spaces:
                 space.settle()
             mapped = [space.mapped_page_groups() for space in spaces]
+            if self.arrays.header[words.ZEROS_GROUP]:
+                mapped.append(np.array([self.arrays.header[words.ZEROS_GROUP] - 1], np.int32))
             problems = _find_problems(self.arrays, np.concatenate(mapped) if mapped else np.empty(0, np.int32))
             if problems:
                 raise VTensorError(f"page pool of {self.driver.device}: " + "; ".join(problems))

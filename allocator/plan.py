@@ -23,12 +23,14 @@ from vtensor.allocator.handles import (
     CALLED,
     PoolArrays,
     end_turn,
+    exchange,
     give_back,
     head_of,
     num_available,
     size_class_of,
     take,
     take_turn,
+    top_of_free,
     undo_take,
 )
 from vtensor.allocator.native import call, compiled, int8_at, int32_at, int64_at
@@ -43,27 +45,32 @@ from vtensor.allocator.words import (
     FAILED_CALL,
     FIRST,
     FIRST_MAPPED,
+    HOLES_READABLE,
     LARGEST,
     NUM_ACCESS,
     NUM_AHEAD,
     NUM_CALLS,
     NUM_CHANGED,
-    NUM_FREE_HANDLES,
     NUM_MAPPED,
     NUM_READY,
+    NUM_SHOWN,
     NUM_STUCK,
     NUM_ZEROED,
     PAGE_GROUP_BYTES,
     PARTIAL,
     READ_ONLY,
+    READ_ONLY_ALIAS,
     READ_WRITE,
     SHARED,
     SHORTFALL,
+    SHOWS_ZEROS,
     STUCK_CONTENT,
     TAKEN,
     UNKNOWN_CONTENT,
+    WRITABLE,
     ZERO_CALLS,
     ZEROS,
+    ZEROS_GROUP,
 )
 
 __all__ = [
@@ -75,6 +82,8 @@ __all__ = [
     "commit_ready",
     "count_missing",
     "decommit",
+    "hold_zeros",
+    "show_zeros",
     "space_at",
     "withdraw",
 ]
@@ -95,7 +104,7 @@ class SpaceArrays(NamedTuple):
 
     header: Int64
     table: Int32  # one a place: 0 nothing, n > 0 page group n - 1, -n the same, mapped ahead and not in service
-    read_only: Int8  # one a place: 1 where its page group can only be read
+    access: Int8  # one a place: WRITABLE (also where nothing is), READ_ONLY_ALIAS, or SHOWS_ZEROS
     base: int
 
 
@@ -121,9 +130,9 @@ def _unmap_run(pool: PoolArrays, space: SpaceArrays, first: int, count: int) -> 
 
 
 @compiled
-def _open_run(pool: PoolArrays, space: SpaceArrays, first: int, count: int, read_only: bool) -> int:
+def _open_run(pool: PoolArrays, space: SpaceArrays, first: int, count: int, kind: int) -> int:
     size = pool.constants[PAGE_GROUP_BYTES]
-    access = pool.constants[READ_ONLY] if read_only else pool.constants[READ_WRITE]
+    access = pool.constants[READ_WRITE] if kind == WRITABLE else pool.constants[READ_ONLY]
     pool.header[NUM_CALLS + _SET_ACCESS] += 1
     return call(  # type: ignore[no-any-return]
         pool.entry_points[_SET_ACCESS], (space.base + first * size, count * size, access, pool.constants[NUM_ACCESS])
@@ -132,7 +141,7 @@ def _open_run(pool: PoolArrays, space: SpaceArrays, first: int, count: int, read
 
 @compiled
 def _map_run(
-    pool: PoolArrays, space: SpaceArrays, first: int, heads: Int32, read_only: bool, sign: int, outcome: Int64
+    pool: PoolArrays, space: SpaceArrays, first: int, heads: Int32, kind: int, sign: int, outcome: Int64
 ) -> int:
     """Map handles at neighbouring places, open them, and enter them into the table.
 
@@ -154,33 +163,35 @@ def _map_run(
         done_bytes += handle_bytes
     if code == SUCCESS:
         failed = _SET_ACCESS
-        code = _open_run(pool, space, first, done_bytes // size, read_only)
+        code = _open_run(pool, space, first, done_bytes // size, kind)
         if code == SUCCESS:
-            _record(pool, space, first, heads, read_only, sign)
+            _record(pool, space, first, heads, kind, sign)
             return _ALL_MAPPED
     outcome[FAILED_CALL], outcome[CODE] = failed, code
     if done == 0 or _unmap_run(pool, space, first, done_bytes // size) == SUCCESS:
         return 0
-    _record(pool, space, first, heads[:done], read_only, -1)
+    _record(pool, space, first, heads[:done], kind, -1)
     for head in heads[:done]:
         pool.content[head] = STUCK_CONTENT
     return done
 
 
 @compiled
-def _record(pool: PoolArrays, space: SpaceArrays, first: int, heads: Int32, read_only: bool, sign: int) -> None:
+def _record(pool: PoolArrays, space: SpaceArrays, first: int, heads: Int32, kind: int, sign: int) -> None:
     """Enter mapped handles into the table."""
     shift = pool.constants[CLASS_SHIFT]
     place = first
     for head in heads:
         for offset in range(1 << size_class_of(shift, head)):
             space.table[place] = sign * (head + offset + 1)
-            if read_only:
-                space.read_only[place] = 1
+            if kind != WRITABLE:
+                space.access[place] = kind
             place += 1
     space.header[NUM_MAPPED] += place - first
     if sign < 0:
         space.header[NUM_AHEAD] += place - first
+    if kind == SHOWS_ZEROS:
+        space.header[NUM_SHOWN] += place - first
     space.header[FIRST_MAPPED] = min(space.header[FIRST_MAPPED], first)
     space.header[END_MAPPED] = max(space.header[END_MAPPED], place)
 
@@ -199,8 +210,10 @@ def _take_from_table(pool: PoolArrays, space: SpaceArrays, first: int, count: in
             heads[number] = group
             number += 1
         space.table[place] = _NOTHING
-        if space.read_only[place]:
-            space.read_only[place] = 0
+        if space.access[place] == SHOWS_ZEROS:
+            space.header[NUM_SHOWN] -= 1
+        if space.access[place] != WRITABLE:  # what was never written costs no memory, and must stay so
+            space.access[place] = WRITABLE
     space.header[NUM_MAPPED] -= count
     return heads[:number]
 
@@ -210,13 +223,13 @@ def _restore_run(pool: PoolArrays, space: SpaceArrays, first: int, count: int, o
     """Map what was just unmapped and is still in the table, as it was; how many page groups that failed for."""
     failed, end = 0, first + count
     while first < end:
-        read_only = space.read_only[first] != 0
+        kind = space.access[first]
         count = 1
-        while first + count < end and (space.read_only[first + count] != 0) == read_only:
+        while first + count < end and space.access[first + count] == kind:
             count += 1
         is_ahead = space.table[first : first + count] < 0
         heads = _take_from_table(pool, space, first, count)
-        num_stuck = _map_run(pool, space, first, heads, read_only, 1, outcome)
+        num_stuck = _map_run(pool, space, first, heads, kind, 1, outcome)
         if num_stuck == _ALL_MAPPED:
             for index in range(count):
                 if is_ahead[index]:
@@ -293,9 +306,12 @@ def _commit(pool: PoolArrays, space: SpaceArrays, ranges: Int64, is_ahead: bool,
         for place in range(ranges[row, FIRST], ranges[row, FIRST] + ranges[row, COUNT]):
             if space.table[place] == _NOTHING:
                 wanted += 1
+            elif space.access[place] == SHOWS_ZEROS:
+                outcome[CODE] = SHARED
+                return nothing
             elif space.table[place] < 0:
                 num_ready += 1
-                if space.read_only[place] or pool.num_mappings[head_of(shift, -space.table[place] - 1)] > 1:
+                if space.access[place] != WRITABLE or pool.num_mappings[head_of(shift, -space.table[place] - 1)] > 1:
                     outcome[CODE] = SHARED
                     return nothing
     if wanted > num_available(pool):
@@ -331,7 +347,7 @@ def _map_missing(pool: PoolArrays, space: SpaceArrays, ranges: Int64, wanted: in
             num_runs += 1
     for run in range(num_runs):
         first, end = starts[run], starts[run + 1] if run + 1 < num_runs else number
-        num_stuck = _map_run(pool, space, places[first], heads[first:end], False, -1, outcome)
+        num_stuck = _map_run(pool, space, places[first], heads[first:end], WRITABLE, -1, outcome)
         if num_stuck != _ALL_MAPPED:
             is_stuck = np.zeros(number, np.bool_)
             is_stuck[first : first + num_stuck] = True
@@ -377,8 +393,13 @@ def _take_handles(
                 size_class = min(ceiling, ranges[row, LARGEST])
                 while 1 << size_class > gap - place:
                     size_class -= 1
-                is_new[number] = pool.classes[size_class * CLASS_WORDS + NUM_FREE_HANDLES] == 0
-                head = take(pool, size_class, outcome)
+                top = top_of_free(pool, size_class)
+                head = CALLED
+                # Who reads a hole in this moment must go on to read zeros: no time to zero it once it is there.
+                is_dirty = top >= 0 and space.header[HOLES_READABLE] != 0 and pool.content[top] != ZEROS
+                is_new[number] = top < 0 or is_dirty
+                if not is_dirty or exchange(pool, size_class, outcome):
+                    head = take(pool, size_class, outcome)
                 if head < 0 and head != CALLED and size_class > 0:
                     ceiling = size_class - 1
                 elif head < 0:
@@ -446,7 +467,7 @@ def _zero_dirty(pool: PoolArrays, space: SpaceArrays, ranges: Int64, stream: int
                 stop = start + (1 << size_class_of(shift, head))
                 is_dirty = pool.content[head] not in (mark, ZEROS)
                 if pool.content[head] == STUCK_CONTENT:
-                    call_made, code = _SET_ACCESS, _open_run(pool, space, start, stop - start, False)
+                    call_made, code = _SET_ACCESS, _open_run(pool, space, start, stop - start, WRITABLE)
                 if is_dirty and (space.table[start:stop] > _NOTHING).any():
                     limit = min(stop, end)
                     start, stop, new_mark = place, place + 1, UNKNOWN_CONTENT
@@ -489,7 +510,7 @@ def commit_ready(pool: PoolArrays, space: SpaceArrays, ranges: Int64, zero_calls
     number = 0
     if zero_calls < 0 or zero_calls == pool.header[NUM_CALLS + _ZERO]:
         number = _commit_ready(
-            pool.num_mappings, pool.content, pool.constants[CLASS_SHIFT], space.table, space.read_only, ranges
+            pool.num_mappings, pool.content, pool.constants[CLASS_SHIFT], space.table, space.access, ranges
         )
         space.header[NUM_AHEAD] -= number
     end_turn(pool)
@@ -497,13 +518,13 @@ def commit_ready(pool: PoolArrays, space: SpaceArrays, ranges: Int64, zero_calls
 
 
 @compiled
-def _commit_ready(num_mappings: Int32, content: Int64, shift: int, table: Int32, read_only: Int8, ranges: Int64) -> int:
+def _commit_ready(num_mappings: Int32, content: Int64, shift: int, table: Int32, access: Int8, ranges: Int64) -> int:
     number = 0
     for row in range(len(ranges)):
         first, count, mark = ranges[row, FIRST], ranges[row, COUNT], ranges[row, CONTENT]
         for place in range(first, first + count):
             head = head_of(shift, -table[place] - 1)
-            if table[place] >= _NOTHING or read_only[place] != 0 or num_mappings[head] > 1:
+            if table[place] >= _NOTHING or access[place] != WRITABLE or num_mappings[head] > 1:
                 return 0
             if content[head] != mark and content[head] != ZEROS:
                 return 0
@@ -532,6 +553,8 @@ def withdraw(pool: PoolArrays, space: SpaceArrays, ranges: Int64) -> None:
 def decommit(pool: PoolArrays, space: SpaceArrays, ranges: Int64, forget_content: bool, outcome: Int64) -> None:
     """Take away every handle that lies in the ranges as a whole; all of them or none. Takes a turn.
 
+    Zeros that are shown go as well, and are not counted in the outcome.
+
     `forget_content` has the page groups zeroed before anybody uses them again.
     """
     take_turn(pool)
@@ -542,6 +565,7 @@ def decommit(pool: PoolArrays, space: SpaceArrays, ranges: Int64, forget_content
 @compiled
 def _decommit(pool: PoolArrays, space: SpaceArrays, ranges: Int64, forget_content: bool, outcome: Int64) -> None:
     outcome[:] = 0
+    num_shown = space.header[NUM_SHOWN]
     runs = _whole_runs(pool, space, ranges)
     for row in range(len(runs)):
         code = _unmap_run(pool, space, runs[row, 0], runs[row, 1])
@@ -558,6 +582,7 @@ def _decommit(pool: PoolArrays, space: SpaceArrays, ranges: Int64, forget_conten
                 pool.content[head] = UNKNOWN_CONTENT
         give_back(pool, heads)
         outcome[NUM_CHANGED] += runs[row, 1]
+    outcome[NUM_CHANGED] -= num_shown - space.header[NUM_SHOWN]
 
 
 @compiled
@@ -617,13 +642,60 @@ def _alias(
         return
     for head in heads:
         pool.num_mappings[head] += 1
-    num_stuck = _map_run(pool, space, first, heads, not writable, 1, outcome)
+    num_stuck = _map_run(pool, space, first, heads, WRITABLE if writable else READ_ONLY_ALIAS, 1, outcome)
     if num_stuck == _ALL_MAPPED:
         outcome[NUM_CHANGED] = count
     else:
         give_back(pool, heads[num_stuck:])
         for head in heads[:num_stuck]:
             outcome[NUM_STUCK] += 1 << size_class_of(shift, head)
+
+
+@compiled
+def hold_zeros(pool: PoolArrays, space: SpaceArrays) -> None:
+    """Have the pool hold the page group at a space's first place, which is all zeros. Takes a turn."""
+    take_turn(pool)
+    if pool.header[ZEROS_GROUP] == 0:
+        group = space.table[0] - 1
+        pool.num_mappings[group] += 1
+        pool.header[ZEROS_GROUP] = group + 1
+    end_turn(pool)
+
+
+@compiled
+def show_zeros(pool: PoolArrays, space: SpaceArrays, ranges: Int64, outcome: Int64) -> bool:
+    """Map the page group of zeros that the pool holds at all empty places of the ranges. Takes a turn.
+
+    What was done before a failure stays: it is what its places read as in any case. False where the pool holds none.
+    """
+    take_turn(pool)
+    outcome[:] = 0
+    zeros = pool.header[ZEROS_GROUP] - 1
+    if zeros >= 0:
+        _show_zeros(pool, space, ranges, zeros, outcome)
+    end_turn(pool)
+    return zeros >= 0  # type: ignore[no-any-return]
+
+
+@compiled
+def _show_zeros(pool: PoolArrays, space: SpaceArrays, ranges: Int64, zeros: int, outcome: Int64) -> None:
+    for row in range(len(ranges)):
+        place, end = ranges[row, FIRST], ranges[row, FIRST] + ranges[row, COUNT]
+        while place < end:
+            first = place
+            while place < end and space.table[place] == _NOTHING:
+                place += 1
+            count = place - first
+            if count > 0:
+                heads = np.full(count, zeros, np.int32)
+                pool.num_mappings[zeros] += count
+                num_stuck = _map_run(pool, space, first, heads, SHOWS_ZEROS, 1, outcome)
+                if num_stuck != _ALL_MAPPED:
+                    pool.num_mappings[zeros] -= count - num_stuck
+                    outcome[NUM_STUCK] = num_stuck
+                    return
+                outcome[NUM_CHANGED] += count
+            place += 1
 
 
 @compiled
@@ -637,11 +709,12 @@ def are_within(num_places: int, ranges: Int64) -> bool:
 
 
 @compiled
-def count_missing(space: SpaceArrays, ranges: Int64) -> int:
-    """Number of places in the ranges that are not in service."""
+def count_missing(space: SpaceArrays, ranges: Int64, with_shown: bool) -> int:
+    """Number of places in the ranges that are not in service, or, `with_shown`, that only show zeros."""
     missing = 0
+    with_shown &= space.header[NUM_SHOWN] > 0
     for row in range(len(ranges)):
         for place in range(ranges[row, FIRST], ranges[row, FIRST] + ranges[row, COUNT]):
-            if space.table[place] <= _NOTHING:
+            if space.table[place] <= _NOTHING or (with_shown and space.access[place] == SHOWS_ZEROS):
                 missing += 1
     return missing

@@ -18,6 +18,8 @@ class Reservation:
         Of the device whose addresses these are.
     size_bytes : int
         A positive multiple of the driver's granularity.
+    readable_holes : bool
+        Have what is not mapped read as zeros, for a driver that `has_readable_holes`.
 
     Raises
     ------
@@ -25,7 +27,7 @@ class Reservation:
         The driver has no free range of that size.
     """
 
-    def __init__(self, driver: Driver, size_bytes: int) -> None:
+    def __init__(self, driver: Driver, size_bytes: int, *, readable_holes: bool = False) -> None:
         if size_bytes <= 0 or size_bytes % driver.granularity_bytes:
             raise ValueError(
                 f"size_bytes={size_bytes!r} must be a positive multiple of {driver.granularity_bytes:,}, "
@@ -34,7 +36,7 @@ class Reservation:
         self.driver = driver
         self.size_bytes = size_bytes
         try:
-            self.base = driver.reserve(size_bytes)
+            self.base = driver.reserve(size_bytes, readable_holes=readable_holes)
         except DriverError as error:
             raise ReservationError(
                 f"{format_bytes(size_bytes)} of addresses cannot be reserved on {driver.device}: {error}; "

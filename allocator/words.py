@@ -16,11 +16,15 @@ PARTIAL, TAKEN, EMPTY, SHARED = -1, -2, -3, -4
 FIRST, COUNT, CONTENT, LARGEST, RANGE_WORDS = 0, 1, 2, 3, 4
 LARGEST_SIZE_CLASS = 15
 
-# A space's header: places that are mapped, the ones among which all of them lie, and those that are mapped ahead.
-NUM_MAPPED, FIRST_MAPPED, END_MAPPED, NUM_AHEAD, SPACE_HEADER_WORDS = 0, 1, 2, 3, 8
+# A space's header: places that are mapped, the ones among which all of them lie, those that are mapped ahead, those
+# that show zeros, and whether empty places can be read, so that what comes there must be zero before.
+NUM_MAPPED, FIRST_MAPPED, END_MAPPED, NUM_AHEAD, NUM_SHOWN, HOLES_READABLE, SPACE_HEADER_WORDS = 0, 1, 2, 3, 4, 5, 8
+# How a place is mapped: to be written and read, to be read, or as an alias of the pool's page group of zeros.
+WRITABLE, READ_ONLY_ALIAS, SHOWS_ZEROS = 0, 1, 2
 
 # A pool's header. Its first sixteen words are two mutexes, `handles.take_turn`. Counts are in page groups.
-DOOR, TURN, CAPACITY, NUM_TOTAL, NUM_FREE = 0, 8, 16, 17, 18
+# ZEROS_GROUP: 1 + the page group of zeros that the pool itself holds, 0 for none.
+DOOR, TURN, CAPACITY, NUM_TOTAL, NUM_FREE, ZEROS_GROUP = 0, 8, 16, 17, 18, 19
 NUM_CALLS, HEADER_WORDS = 24, 40  # from NUM_CALLS on a counter for each `Call`
 # Of each size class: handles that are free, numbers without a handle, the first number that was never given out.
 NUM_FREE_HANDLES, NUM_VACANT_HANDLES, NEXT_GROUP, CLASS_WORDS = 0, 1, 2, 4

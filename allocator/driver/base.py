@@ -20,13 +20,15 @@ import numpy.typing as npt
 from vtensor.errors import DriverError, ForkedError
 from vtensor.unpicklable import Unpicklable
 
-__all__ = ["INVALID_VALUE", "NOT_SUPPORTED", "OUT_OF_MEMORY", "SUCCESS", "Call", "Driver"]
+__all__ = ["INVALID_VALUE", "NOT_SUPPORTED", "OUT_OF_MEMORY", "READABLE_HOLES", "SUCCESS", "Call", "Driver"]
 
 # Results, numbered as CUDA numbers them (CUresult).
 SUCCESS = 0
 INVALID_VALUE = 1
 OUT_OF_MEMORY = 2
 NOT_SUPPORTED = 801
+# A flag of `RESERVE`, on the host only: what has no memory reads as zeros, and what is mapped can be read at once.
+READABLE_HOLES = 1
 
 
 class Call(IntEnum):
@@ -90,10 +92,13 @@ class Driver(Unpicklable, ABC):
         The page group size that a pool takes when none is asked for.
     fresh_memory_is_zero : bool
         Whether a page group reads as zero when it is first mapped, by promise and not by luck.
+    has_readable_holes : bool
+        Whether addresses can be reserved that read as zeros where no memory is.
     """
 
     kind: ClassVar[str]
     fresh_memory_is_zero: ClassVar[bool]
+    has_readable_holes: ClassVar[bool] = False
     device: str
     granularity_bytes: int
     default_page_group_bytes: int
@@ -180,10 +185,10 @@ class Driver(Unpicklable, ABC):
             return INVALID_VALUE  # ctypes would cut it off: 2**64 + 4096 bytes would pass as 4096
         return int(_PROTOTYPES[count](int(self.entry_points[call]))(*arguments))
 
-    def reserve(self, size_bytes: int, alignment_bytes: int = 0) -> int:
+    def reserve(self, size_bytes: int, alignment_bytes: int = 0, *, readable_holes: bool = False) -> int:
         """Reserve a range of addresses with nothing behind it, and return its first address."""
-        address = ctypes.c_int64()
-        code = self.invoke(Call.RESERVE, ctypes.addressof(address), size_bytes, alignment_bytes, 0, 0)
+        address, flags = ctypes.c_int64(), READABLE_HOLES if readable_holes else 0
+        code = self.invoke(Call.RESERVE, ctypes.addressof(address), size_bytes, alignment_bytes, 0, flags)
         self.check(Call.RESERVE, code, f"{size_bytes:,} bytes of addresses on {self.device}")
         return address.value
 

@@ -72,6 +72,7 @@ class HostDriver(Driver):
 
     kind = "host"
     fresh_memory_is_zero = True
+    has_readable_holes = True
 
     def __init__(self) -> None:
         super().__init__()

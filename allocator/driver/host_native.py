@@ -2,7 +2,7 @@
 
 One memory file holds all memory. A handle is a range of that file, given out in ascending order and never twice, so
 that neighbours in the file can be neighbours in memory; releasing it punches a hole. A reservation is an inaccessible
-mapping with a table beside it that has one int32 a page::
+mapping, or one that reads as zeros (`READABLE_HOLES`), with a table beside it that has one int32 a page::
 
     table[page]   0: nothing   n > 0: the first page of a mapping of handle n - 1   -1: a further page of that mapping
 
@@ -19,7 +19,7 @@ import llvmlite.binding
 import numpy as np
 from numba import types
 
-from vtensor.allocator.driver.base import INVALID_VALUE, NOT_SUPPORTED, OUT_OF_MEMORY, SUCCESS
+from vtensor.allocator.driver.base import INVALID_VALUE, NOT_SUPPORTED, OUT_OF_MEMORY, READABLE_HOLES, SUCCESS
 from vtensor.allocator.native import callback, compiled, int32_at, int64_at, lock, symbol_address, unlock
 
 STATE_WORDS = 32
@@ -28,7 +28,7 @@ STATE = np.zeros(STATE_WORDS, np.int64)
 llvmlite.binding.add_symbol("vtensor_host_state", STATE.ctypes.data)
 
 HANDLE_WORDS = 8
-RESERVATION_WORDS = 4
+RESERVATION_WORDS = 8
 # Words of the state block, whose first eight are its mutex.
 FILE, PAGE_BYTES, NEXT_OFFSET, NUM_HANDLES = 8, 9, 10, 11
 FREE_HANDLE = 12  # head of the list of dead handle records: index + 1
@@ -38,7 +38,7 @@ PROCESS = 21  # whose memory the state describes
 SPARE = 20  # address of a few mappings that are there to be given up, 0 while there are none
 # Words of a handle's record, and of a reservation's.
 _OFFSET, _SIZE, _OWNED, _NUM_MAPPINGS, _GENERATION, _NEXT_FREE = 0, 1, 2, 3, 4, 5
-_BASE, _LENGTH, _TABLE, _NUM_MAPPED = 0, 1, 2, 3
+_BASE, _LENGTH, _TABLE, _NUM_MAPPED, _HOLES = 0, 1, 2, 3, 4  # _HOLES: protection of pages without memory
 
 _PROT_NONE, _PROT_READ, _PROT_WRITE = 0, 1, 2
 _MAP_SHARED, _MAP_PRIVATE, _MAP_FIXED, _MAP_ANONYMOUS, _MAP_NORESERVE = 0x1, 0x2, 0x10, 0x20, 0x4000
@@ -68,9 +68,9 @@ def _change_file(state: np.ndarray, mode: int, offset: int, size: int) -> bool:
 
 
 @compiled
-def _reserve_range(size: int) -> Any:
-    """Inaccessible addresses that a forked child does not get and a core dump leaves out; -1 where there are none."""
-    base = _mmap(0, size, _PROT_NONE, _MAP_PRIVATE | _MAP_ANONYMOUS | _MAP_NORESERVE, -1, 0)
+def _reserve_range(size: int, protection: int) -> Any:
+    """Addresses without memory that a forked child does not get and a core dump leaves out; -1 where there are none."""
+    base = _mmap(0, size, protection, _MAP_PRIVATE | _MAP_ANONYMOUS | _MAP_NORESERVE, -1, 0)
     if base != -1:
         _madvise(base, size, _MADV_DONTFORK)
         _madvise(base, size, _MADV_DONTDUMP)
@@ -104,12 +104,12 @@ def _give_up_spare(state: np.ndarray) -> bool:
 
 
 @compiled
-def _clear_range(state: np.ndarray, address: int, size: int) -> Any:
-    """Put inaccessible addresses in place of mappings."""
+def _clear_range(state: np.ndarray, address: int, size: int, protection: int) -> Any:
+    """Put addresses without memory in place of mappings, at one stroke."""
     flags = _MAP_PRIVATE | _MAP_ANONYMOUS | _MAP_NORESERVE | _MAP_FIXED
-    done = _mmap(address, size, _PROT_NONE, flags, -1, 0) == address
+    done = _mmap(address, size, protection, flags, -1, 0) == address
     if not done and _give_up_spare(state):
-        done = _mmap(address, size, _PROT_NONE, flags, -1, 0) == address
+        done = _mmap(address, size, protection, flags, -1, 0) == address
     if done:
         _madvise(address, size, _MADV_DONTFORK)
         _madvise(address, size, _MADV_DONTDUMP)
@@ -169,12 +169,15 @@ def _bad_range(state: np.ndarray, address: int, size: int) -> bool:
 def _address_reserve(out: int, size: int, alignment: int, hint: int, flags: int) -> int:
     state = int64_at(symbol_address("vtensor_host_state"), STATE_WORDS)
     page = state[PAGE_BYTES]
-    if size <= 0 or size % page != 0 or flags != 0 or alignment < 0 or alignment & (alignment - 1) != 0:
+    if size <= 0 or size % page != 0 or flags & ~READABLE_HOLES != 0:
+        return INVALID_VALUE
+    if alignment < 0 or alignment & (alignment - 1) != 0:
         return INVALID_VALUE
     slack = alignment if alignment > page else 0
     if size > _ADDRESS_SPACE_BYTES - slack:
         return OUT_OF_MEMORY
-    whole = _reserve_range(size + slack)
+    holes = _PROT_READ if flags & READABLE_HOLES else _PROT_NONE
+    whole = _reserve_range(size + slack, holes)
     if whole == -1:
         return OUT_OF_MEMORY
     base = whole
@@ -203,7 +206,7 @@ def _address_reserve(out: int, size: int, alignment: int, hint: int, flags: int)
             records[place * RESERVATION_WORDS + word] = records[(place - 1) * RESERVATION_WORDS + word]
         place -= 1
     record = records[place * RESERVATION_WORDS : (place + 1) * RESERVATION_WORDS]
-    record[_BASE], record[_LENGTH], record[_TABLE], record[_NUM_MAPPED] = base, size, table, 0
+    record[_BASE], record[_LENGTH], record[_TABLE], record[_NUM_MAPPED], record[_HOLES] = base, size, table, 0, holes
     state[NUM_RESERVATIONS] = count + 1
     unlock(state.ctypes.data)
     int64_at(out, 1)[0] = base
@@ -288,7 +291,8 @@ def _map(address: int, size: int, offset: int, handle: int, flags: int) -> int:
         if offset != 0 or size != record[_SIZE]:
             code = NOT_SUPPORTED
         elif not table.any():
-            where = _mmap(address, size, _PROT_NONE, _MAP_SHARED | _MAP_FIXED, state[FILE], record[_OFFSET])
+            # Where a hole can be read, somebody may be reading it now.
+            where = _mmap(address, size, owner[_HOLES], _MAP_SHARED | _MAP_FIXED, state[FILE], record[_OFFSET])
             if where == address:
                 _madvise(address, size, _MADV_DONTFORK)
                 _madvise(address, size, _MADV_DONTDUMP)
@@ -347,7 +351,7 @@ def _unmap(address: int, size: int) -> int:
         table = int32_at(owner[_TABLE], owner[_LENGTH] // page)
         first = (address - owner[_BASE]) // page
         if _covers_whole_mappings(table, first, size // page):
-            if _clear_range(state, address, size):
+            if _clear_range(state, address, size, owner[_HOLES]):
                 for entry in range(first, first + size // page):
                     if table[entry] > 0:
                         index = table[entry] - 1

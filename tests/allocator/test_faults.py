@@ -103,7 +103,7 @@ class Rig:
             groups = space.mapped_page_groups()
             found[name] = {
                 "table": space.arrays.table[: self.num_places].tolist(),
-                "read-only": space.arrays.read_only[: self.num_places].tolist(),
+                "read-only": space.arrays.access[: self.num_places].tolist(),
                 "num_mapped": space.num_mapped,
                 "closed": space.closed,
                 "values": self.values(space),

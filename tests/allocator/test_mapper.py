@@ -313,7 +313,7 @@ def test_a_withdrawn_alias_does_not_come_back(make_space: MakeSpace, writable: b
     space.withdraw(ranges((8, 4)))
     with record(space.pool.driver) as calls:
         for content in (MINE, THEIRS):
-            with pytest.raises(ValueError, match=r"alias of .* was withdrawn"):
+            with pytest.raises(ValueError, match=r"alias that was withdrawn"):
                 space.commit(ranges((6, 8)), content=content)
             job = ahead(space, (6, 8), content=content)
             job.wait()
@@ -332,7 +332,7 @@ def test_a_withdrawn_source_comes_back_once_its_aliases_are_gone(make_space: Mak
         fill_place(space, place, 5)
     other.alias(0, space, 0, 4)
     space.withdraw(ranges((1, 2)))
-    with pytest.raises(ValueError, match=r"alias of .* was withdrawn"):
+    with pytest.raises(ValueError, match=r"alias that was withdrawn"):
         space.commit(ranges((0, 4)), content=MINE)
     other.close()
     assert space.commit(ranges((0, 4)), content=MINE) == 2

@@ -361,7 +361,7 @@ class MixedMachine(RuleBasedStateMachine):
         """Whether a place out of service is an alias."""
         heads, entries = self._heads(), self._entries(side)
         return any(
-            side.space.arrays.read_only[place] or heads.count(self._head_at(side, place)) > 1
+            side.space.arrays.access[place] or heads.count(self._head_at(side, place)) > 1
             for place in places
             if entries[place] < 0
         )
@@ -530,7 +530,7 @@ class MixedMachine(RuleBasedStateMachine):
     @rule(number=SPACES, pick=st.integers(0, 20))
     def write(self, number: int, pick: int) -> None:
         side = self.sides[number]
-        writable = [place for place in sorted(side.held) if not side.space.arrays.read_only[place]]
+        writable = [place for place in sorted(side.held) if not side.space.arrays.access[place]]
         if writable and self.next_value < 256:
             place = writable[pick % len(writable)]
             shown = side.held[place]

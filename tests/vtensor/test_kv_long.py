@@ -164,7 +164,7 @@ def resident_bytes(array: np.ndarray[Any, Any]) -> int:
 def tables_of(cache: vt.KVCacheManager) -> int:
     """Memory of all that grows with page groups: the pool's tables and the cache's."""
     pool, space = cache.pool.arrays, cache._region.space.arrays
-    arrays = [pool.handles, pool.num_mappings, pool.content, pool.free, pool.vacant, space.table, space.read_only]
+    arrays = [pool.handles, pool.num_mappings, pool.content, pool.free, pool.vacant, space.table, space.access]
     return sum(resident_bytes(array) for array in arrays)
 
 
