@@ -342,7 +342,7 @@ class AddressSpace(Unpicklable):
         Raises
         ------
         Shortage
-            The pool has no page group left for the zeros.
+            The device has no memory left for the zeros.
         DriverError
             The driver refused. Some of the places may show zeros.
         """
@@ -357,12 +357,17 @@ class AddressSpace(Unpicklable):
             return int(outcome[NUM_CHANGED])
 
     def _make_zeros(self, stream: int) -> None:
-        """Have the pool hold a page group of zeros."""
-        space = AddressSpace(self.pool, self.page_group_bytes)
+        """Have the pool hold a page group of zeros, on top of its capacity."""
+        pool, space = self.pool, AddressSpace(self.pool, self.page_group_bytes)
         try:
-            space.commit(np.array([[0, 1]], np.int64), content=self.pool.new_content(), stream=stream)
-            self.pool.driver.finish(stream)  # so that every other stream finds it zeroed
-            self._plan.hold_zeros(self.pool.arrays, space.arrays)
+            self._plan.widen(pool.arrays, 1)
+            try:
+                space.commit(np.array([[0, 1]], np.int64), content=pool.new_content(), stream=stream)
+                pool.driver.finish(stream)  # so that every other stream finds it zeroed
+            except BaseException:
+                self._plan.widen(pool.arrays, -1)
+                raise
+            self._plan.hold_zeros(pool.arrays, space.arrays)
         finally:
             space.close()
 
@@ -541,7 +546,7 @@ def _end_jobs(jobs: list[Job], *, cancel: bool) -> None:
 def _forget_ended(jobs: list[Job]) -> None:
     """Take jobs that have ended out of a list, one by one: other threads may add to it, or do the same, meanwhile."""
     for job in list(jobs):
-        if job.is_done and not job.is_standing:
+        if job.is_done and not isinstance(job, StandingJob):
             with suppress(ValueError):
                 jobs.remove(job)
 
@@ -551,6 +556,9 @@ def _take_down(pool: PagePool, arrays: SpaceArrays, reservation: Reservation, jo
     from vtensor.allocator import plan
 
     _end_jobs(jobs, cancel=True)
+    for job in jobs:
+        if isinstance(job, StandingJob):
+            job.retire()
     if arrays.header[NUM_AHEAD]:
         finish_mapper(pool.driver)  # it may still be zeroing
     if arrays.header[NUM_MAPPED]:

@@ -58,6 +58,7 @@ __all__ = [
     "exchange",
     "give_back",
     "head_of",
+    "make",
     "num_available",
     "pool_at",
     "release_free",
@@ -168,15 +169,6 @@ def _push_free(pool: PoolArrays, head: int) -> None:
 
 
 @compiled
-def exchange(pool: PoolArrays, size_class: int, outcome: Int64) -> bool:
-    """Release the free handle that would be taken next, so that a new one is; False after an error."""
-    code = _destroy(pool, _pop_free(pool, size_class))
-    if code != SUCCESS:
-        outcome[FAILED_CALL], outcome[CODE] = _RELEASE, code
-    return code == SUCCESS
-
-
-@compiled
 def _pop_free(pool: PoolArrays, size_class: int) -> int:
     words = pool.classes[size_class * CLASS_WORDS : (size_class + 1) * CLASS_WORDS]
     words[NUM_FREE_HANDLES] -= 1
@@ -218,10 +210,11 @@ def give_back(pool: PoolArrays, heads: Int32) -> None:
 
 @compiled
 def _drop_zeros(pool: PoolArrays) -> None:
-    """Let go of the page group of zeros, if nobody shows it."""
+    """Let go of the page group of zeros, which came on top of the capacity, if nobody shows it."""
     group = pool.header[ZEROS_GROUP] - 1
     if group >= 0 and pool.num_mappings[group] == 1:
         pool.header[ZEROS_GROUP] = 0
+        pool.header[CAPACITY] -= 1
         _push_free(pool, group)
 
 
@@ -230,8 +223,8 @@ def release_free(pool: PoolArrays, outcome: Int64) -> None:
     """Give all free handles back to the device. Takes a turn. The outcome tells of the first one that failed."""
     take_turn(pool)
     outcome[:] = 0
+    total_before = pool.header[NUM_TOTAL] - (pool.header[ZEROS_GROUP] != 0)
     _drop_zeros(pool)
-    total_before = pool.header[NUM_TOTAL]
     for size_class in range(len(pool.classes) // CLASS_WORDS):
         start = size_class << pool.constants[CLASS_SHIFT]
         number = pool.classes[size_class * CLASS_WORDS + NUM_FREE_HANDLES]
@@ -242,7 +235,7 @@ def release_free(pool: PoolArrays, outcome: Int64) -> None:
             code = _destroy(pool, head)
             if code != SUCCESS and outcome[CODE] == SUCCESS:
                 outcome[FAILED_CALL], outcome[CODE] = _RELEASE, code
-    outcome[NUM_CHANGED] = total_before - pool.header[NUM_TOTAL]
+    outcome[NUM_CHANGED] = total_before - (pool.header[NUM_TOTAL] - (pool.header[ZEROS_GROUP] != 0))
     end_turn(pool)
 
 
@@ -251,8 +244,8 @@ def shut(pool: PoolArrays) -> int:
     """Let nothing be taken from now on, if nothing is mapped; the number of page groups that are. Takes a turn."""
     take_turn(pool)
     _drop_zeros(pool)
-    num_mapped = pool.header[NUM_TOTAL] - pool.header[NUM_FREE]
-    if num_mapped == 0:
+    num_mapped = pool.header[NUM_TOTAL] - pool.header[NUM_FREE] - (pool.header[ZEROS_GROUP] != 0)
+    if num_mapped == 0 and pool.header[ZEROS_GROUP] == 0:
         pool.header[CAPACITY] = 0
     end_turn(pool)
     return num_mapped  # type: ignore[no-any-return]
@@ -289,7 +282,27 @@ def top_of_free(pool: PoolArrays, size_class: int) -> int:
 
 @compiled
 def take(pool: PoolArrays, size_class: int, outcome: Int64) -> int:
-    """A handle with one mapping to its name: its first page group, free before or created now.
+    """A handle with one mapping to its name: its first page group, free before or, as by `make`, created now."""
+    if pool.classes[size_class * CLASS_WORDS + NUM_FREE_HANDLES] == 0:
+        return make(pool, size_class, outcome)
+    head = _pop_free(pool, size_class)
+    pool.num_mappings[head] = 1
+    return head
+
+
+@compiled
+def exchange(pool: PoolArrays, size_class: int, outcome: Int64) -> int:
+    """A new handle, as by `make`, for the free one that would be taken next, which is released."""
+    code = _destroy(pool, _pop_free(pool, size_class))
+    if code != SUCCESS:
+        outcome[FAILED_CALL], outcome[CODE] = _RELEASE, code
+        return CALLED
+    return make(pool, size_class, outcome)
+
+
+@compiled
+def make(pool: PoolArrays, size_class: int, outcome: Int64) -> int:
+    """A new handle with one mapping to its name: its first page group.
 
     Never goes above the capacity: the caller has seen to it that so many page groups are available (`num_available`).
     Returns `OUT_OF_HANDLES` where the device has no memory for it, although nothing in the pool is free any more, and
@@ -297,10 +310,6 @@ def take(pool: PoolArrays, size_class: int, outcome: Int64) -> int:
     """
     header, size = pool.header, 1 << size_class
     words = pool.classes[size_class * CLASS_WORDS : (size_class + 1) * CLASS_WORDS]
-    if words[NUM_FREE_HANDLES] > 0:
-        head = _pop_free(pool, size_class)
-        pool.num_mappings[head] = 1
-        return head
     excess = header[NUM_TOTAL] + size - header[CAPACITY]
     if excess > 0 and not _make_room(pool, excess, outcome):
         return CALLED

@@ -49,12 +49,8 @@ class Job:
     Attributes
     ----------
     ranges : ndarray of int64, shape [n, 4]
-        What it works on, as rows of `plan.commit`.
-    is_standing : bool
-        Whether it may be handed over again after its end.
+        What it works on, as rows of `plan.commit`; of a standing job the first ones.
     """
-
-    is_standing = False
 
     def __init__(self, mapper: Mapper, kind: int, template: JobWords, ranges: Int64) -> None:
         native = mapper.native
@@ -93,8 +89,10 @@ class Job:
 
     @property
     def num_wanted(self) -> int:
-        """Page groups that it is still to map or unmap, or is at."""
-        return 0 if self.is_done else int(self.ranges[: self.words[self._mapper.native.NUM_RANGES], 1].sum())
+        """Page groups in the ranges that it has not done, 0 once it has ended."""
+        native = self._mapper.native
+        num_ranges = int(self.words[native.NUM_RANGES])
+        return 0 if self.is_done else int(self.ranges[self.num_done : num_ranges, 1].sum())
 
     @property
     def has_failed(self) -> bool:
@@ -118,8 +116,6 @@ class StandingJob(Job):
     It maps ahead what stands in the first rows of `ranges`. See `mapper_native.submit_again`.
     """
 
-    is_standing = True
-
     def __init__(self, mapper: Mapper, template: JobWords, num_ranges: int) -> None:
         native = mapper.native
         super().__init__(mapper, native.MAP_AHEAD, template, np.zeros((num_ranges, RANGE_WORDS), np.int64))
@@ -142,6 +138,10 @@ class StandingJob(Job):
     def num_times(self) -> int:
         """How often it was handed over."""
         return int(self.words[self._mapper.native.NUM_TIMES])
+
+    def retire(self) -> None:
+        """Let it never be handed over again: its addresses go."""
+        self.words[self._mapper.native.NUM_RANGES] = -1
 
     def forgive(self) -> int:
         """If it ended early, let it be handed over again all the same; how many of its ranges it did not do."""

@@ -76,12 +76,19 @@ MAP_AHEAD, UNMAP = 0, 1  # kinds of jobs
 @compiled
 def submit(queue: Int64, job: Int64) -> None:
     """Hand a job over. Waits while the ring is full. One that comes after `stop` ends at once."""
+    lock(queue.ctypes.data)
+    _enqueue(queue, job)
+
+
+@compiled
+def _enqueue(queue: Int64, job: Int64) -> None:
+    """Hand a job over, under the queue's mutex, which it gives up."""
     address = queue.ctypes.data
-    lock(address)
     while queue[_TAIL] - queue[_HEAD] == _RING_LENGTH and queue[_STOPPED] == 0:
         _wait_for(address + _SERVED * 8, address)
     if queue[_STOPPED] != 0:
         job[IS_DONE] = 1
+        _broadcast(address + _SERVED * 8)
         unlock(address)
         return
     queue[_RING + queue[_TAIL] % _RING_LENGTH] = job.ctypes.data
@@ -107,8 +114,7 @@ def submit_again(queue: Int64, job: Int64, num_ranges: int) -> None:
     job[NUM_TIMES] += 1
     job[NUM_PAGE_GROUPS] = job[NUM_DONE] = job[IS_DONE] = job[_IS_CANCELLED] = 0
     job[NUM_RANGES] = num_ranges
-    unlock(queue.ctypes.data)
-    submit(queue, job)
+    _enqueue(queue, job)
 
 
 @compiled

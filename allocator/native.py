@@ -158,6 +158,7 @@ def packed(values: Iterable[npt.NDArray[Any] | int]) -> npt.NDArray[np.int64]:
     """
     words: list[int] = []
     for value in values:
+        assert isinstance(value, int) or value.flags.c_contiguous, "compiled code takes it to be in C's order"
         words += [value] if isinstance(value, int) else [value.ctypes.data, value.size]
     return np.array(words, np.int64)
 

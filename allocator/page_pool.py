@@ -58,7 +58,9 @@ class PagePoolStats:
     capacity_page_groups : int or None
         The most there may be; None where the device's memory is the only limit.
     total_page_groups, free_page_groups, mapped_page_groups : int
-        All that exist now; of those, the ones without a mapping and the ones with at least one.
+        All that exist now; of those, the ones without a mapping and the ones with at least one. The page group of zeros
+        that all reads of unwritten GPU memory share comes on top, also of the capacity, and is counted in `num_handles`
+        only.
     num_handles : dict of int to int
         Physical allocations that exist now, by their size in bytes; sizes without any are left out.
     num_driver_calls : dict of str to int
@@ -122,7 +124,7 @@ class PagePool(Unpicklable):
         self._spaces: weakref.WeakSet[MappingOwner] = weakref.WeakSet()
         self._holders: weakref.WeakSet[MemoryHolder] = weakref.WeakSet()
         self._next_content = 1
-        limit = min(self.driver.memory_info()[1] // self.page_group_bytes + 1, _MOST_PAGE_GROUPS)
+        limit = min(max(1, self.driver.memory_info()[1] // self.page_group_bytes), _MOST_PAGE_GROUPS - 1)
         if capacity_bytes is not None:
             if (
                 isinstance(capacity_bytes, bool)
@@ -232,6 +234,8 @@ class PagePool(Unpicklable):
         """The pool's page groups and calls, now."""
         header, classes = self.arrays.header.copy(), self.arrays.classes.reshape(-1, words.CLASS_WORDS).copy()
         capacity, total, free = (int(header[word]) for word in (words.CAPACITY, words.NUM_TOTAL, words.NUM_FREE))
+        if header[words.ZEROS_GROUP]:
+            capacity, total = capacity - 1, total - 1
         num_handles = {}
         for size_class, block in enumerate(classes.tolist()):
             number = (block[words.NEXT_GROUP] >> size_class) - block[words.NUM_VACANT_HANDLES]
@@ -305,7 +309,7 @@ class PagePool(Unpicklable):
             for space in list(self._spaces):
                 space.settle()
             header = self.arrays.header
-            capacity = int(header[words.CAPACITY])
+            capacity = int(header[words.CAPACITY]) - bool(header[words.ZEROS_GROUP])
             with interrupts_held():
                 mapped = int(self._native.shut(self.arrays))  # a commit of another thread comes before it, or fails
                 if mapped:
@@ -415,7 +419,7 @@ def _new_arrays(pool: PagePool, limit: int) -> PoolArrays:
 
     driver = pool.driver
     num_classes = (pool.max_size_class_bytes // pool.page_group_bytes).bit_length()
-    class_shift = max((limit - 1).bit_length(), num_classes - 1)
+    class_shift = max(limit.bit_length(), num_classes - 1)  # numbers for one more, the page group of zeros
     while num_classes > 1 and num_classes << class_shift >= 2 * _MOST_PAGE_GROUPS:
         num_classes -= 1
     pool.max_size_class_bytes = pool.page_group_bytes << (num_classes - 1)

@@ -35,6 +35,7 @@ from vtensor.allocator.handles import (
 )
 from vtensor.allocator.native import call, compiled, int8_at, int32_at, int64_at
 from vtensor.allocator.words import (
+    CAPACITY,
     CLASS_SHIFT,
     CLASS_WORDS,
     CODE,
@@ -85,6 +86,7 @@ __all__ = [
     "hold_zeros",
     "show_zeros",
     "space_at",
+    "widen",
     "withdraw",
 ]
 
@@ -394,12 +396,10 @@ def _take_handles(
                 while 1 << size_class > gap - place:
                     size_class -= 1
                 top = top_of_free(pool, size_class)
-                head = CALLED
                 # Who reads a hole in this moment must go on to read zeros: no time to zero it once it is there.
                 is_dirty = top >= 0 and space.header[HOLES_READABLE] != 0 and pool.content[top] != ZEROS
                 is_new[number] = top < 0 or is_dirty
-                if not is_dirty or exchange(pool, size_class, outcome):
-                    head = take(pool, size_class, outcome)
+                head = exchange(pool, size_class, outcome) if is_dirty else take(pool, size_class, outcome)
                 if head < 0 and head != CALLED and size_class > 0:
                     ceiling = size_class - 1
                 elif head < 0:
@@ -500,15 +500,22 @@ def _zero_dirty(pool: PoolArrays, space: SpaceArrays, ranges: Int64, stream: int
 
 @compiled
 def commit_ready(pool: PoolArrays, space: SpaceArrays, ranges: Int64, zero_calls: int) -> int:
-    """Commit ranges in which every place is mapped ahead and fit for use as it is; how many. Takes a turn.
+    """Commit ranges in which every place is mapped ahead and fit for use as it is; how many.
 
-    0, with nothing changed, where there is more to do, which `commit` can. `zero_calls`: how many of the pool's calls
-    that zero memory are known to have taken effect, -1 where they have when they return; more of them may be what
-    these places wait for.
+    0, with nothing changed, where there is more to do, which `commit` can; where that is plain to see, no turn is
+    taken. The ranges lie within the space, and do not overlap. `zero_calls`: how many of the pool's calls that zero
+    memory are known to have taken effect, -1 where they have when they return; more of them may be what these places
+    wait for.
     """
+    if zero_calls >= 0 and zero_calls != pool.header[NUM_CALLS + _ZERO]:
+        return 0
+    for row in range(len(ranges)):
+        for place in range(ranges[row, FIRST], ranges[row, FIRST] + ranges[row, COUNT]):
+            if space.table[place] >= _NOTHING:
+                return 0
     take_turn(pool)
     number = 0
-    if zero_calls < 0 or zero_calls == pool.header[NUM_CALLS + _ZERO]:
+    if zero_calls < 0 or zero_calls == pool.header[NUM_CALLS + _ZERO]:  # it may have changed meanwhile
         number = _commit_ready(
             pool.num_mappings, pool.content, pool.constants[CLASS_SHIFT], space.table, space.access, ranges
         )
@@ -523,8 +530,10 @@ def _commit_ready(num_mappings: Int32, content: Int64, shift: int, table: Int32,
     for row in range(len(ranges)):
         first, count, mark = ranges[row, FIRST], ranges[row, COUNT], ranges[row, CONTENT]
         for place in range(first, first + count):
+            if table[place] >= _NOTHING or access[place] != WRITABLE:
+                return 0
             head = head_of(shift, -table[place] - 1)
-            if table[place] >= _NOTHING or access[place] != WRITABLE or num_mappings[head] > 1:
+            if num_mappings[head] > 1:
                 return 0
             if content[head] != mark and content[head] != ZEROS:
                 return 0
@@ -653,12 +662,25 @@ def _alias(
 
 @compiled
 def hold_zeros(pool: PoolArrays, space: SpaceArrays) -> None:
-    """Have the pool hold the page group at a space's first place, which is all zeros. Takes a turn."""
+    """Have the pool hold the page group at a space's first place, which is all zeros. Takes a turn.
+
+    One is enough: where it holds one, the capacity shrinks to what it was before `widen`.
+    """
     take_turn(pool)
     if pool.header[ZEROS_GROUP] == 0:
         group = space.table[0] - 1
         pool.num_mappings[group] += 1
         pool.header[ZEROS_GROUP] = group + 1
+    else:
+        pool.header[CAPACITY] -= 1
+    end_turn(pool)
+
+
+@compiled
+def widen(pool: PoolArrays, by: int) -> None:
+    """Change the capacity, by a page group for zeros. Takes a turn."""
+    take_turn(pool)
+    pool.header[CAPACITY] += by
     end_turn(pool)
 
 

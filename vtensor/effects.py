@@ -8,7 +8,7 @@ from typing import Any
 
 import torch
 
-__all__ = ["Effect", "effect_of", "out_names"]
+__all__ = ["Effect", "effect_of", "out_names", "written_arguments"]
 
 
 class Effect(Enum):
@@ -40,6 +40,7 @@ _METADATA_OPERATORS = {
     "aten::zeros_like",
 }
 _VIEW_OPERATORS = {"aten::unsafe_split", "aten::unsafe_split_with_sizes", "aten::_unsafe_view"}  # not in their schemas
+_WRITTEN_UNSAID = {"running_mean", "running_var"}  # of batch norm, by operators whose schemas do not say so
 _REFUSED_OPERATORS = {"aten::resize_", "aten::resize_as_", "aten::set_", "aten::record_stream"}
 
 
@@ -61,6 +62,24 @@ def effect_of(func: Any) -> Effect:
     if aliases and all(alias is not None and not alias.is_write for alias in aliases):
         return Effect.VIEW
     return Effect.ACCESS
+
+
+@cache
+def written_arguments(func: Any) -> tuple[frozenset[int], frozenset[str]]:
+    """The arguments that an operator may write to: their positions, and their names.
+
+    As its schema says, which torch's own operators keep to, but for running statistics. Of operators from elsewhere
+    one cannot be sure: they may write to all.
+    """
+    is_torchs = func.namespace in ("aten", "prims")
+    written = [
+        (index, argument.name)
+        for index, argument in enumerate(func._schema.arguments)
+        if not is_torchs
+        or argument.name in _WRITTEN_UNSAID
+        or (argument.alias_info is not None and argument.alias_info.is_write)
+    ]
+    return frozenset(index for index, _ in written), frozenset(name for _, name in written)
 
 
 @cache

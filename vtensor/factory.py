@@ -247,7 +247,8 @@ def _reserve(
     if 0 in shape:
         return VirtualTensor.wrap(torch.empty_strided(shape, strides, dtype=dtype, device=where), None, on_touch)
     num_elements = 1 + sum((size - 1) * stride for size, stride in zip(shape, strides, strict=True))
-    region = Region(pool or _default_pool(where), where, num_elements * dtype.itemsize)
+    size_bytes = num_elements * dtype.itemsize
+    region = Region(pool or _default_pool(where), where, size_bytes, readable_holes=on_touch == "commit")
     tensor = VirtualTensor.wrap(region.view(dtype, 0, shape, strides), region, on_touch)
     region.drop()  # from here on the tensor and its views keep the memory
     return tensor

@@ -7,7 +7,7 @@ from collections.abc import Sequence
 import numpy as np
 import numpy.typing as npt
 
-__all__ = ["covered", "footprint"]
+__all__ = ["covered", "footprint", "footprint_at"]
 
 
 def footprint(
@@ -37,6 +37,46 @@ def footprint(
         return np.empty((0, 2), np.int64)
     # Inner dimensions fill a block without leaving out a whole page group; the others shift that block about.
     starts, block_bytes = _blocks(offset, shape, strides, element_bytes, page_group_bytes)
+    return _runs(starts // page_group_bytes, (starts + block_bytes - 1) // page_group_bytes + 1)
+
+
+def footprint_at(
+    offset: int,
+    offsets: npt.NDArray[np.int64],
+    shape: Sequence[int],
+    strides: Sequence[int],
+    element_bytes: int,
+    page_group_bytes: int,
+    most_blocks: int,
+) -> npt.NDArray[np.int64] | None:
+    """The page groups that hold at least one byte of many strided views of one shape.
+
+    Parameters
+    ----------
+    offset : int
+        Elements before everything.
+    offsets : ndarray of int64, shape [n]
+        Elements from there to the first one of each view, in any order.
+    shape, strides, element_bytes, page_group_bytes
+        As for `footprint`.
+    most_blocks : int
+        The most pieces to look at.
+
+    Returns
+    -------
+    ndarray of int64, shape [m, 2], or None
+        As of `footprint`; None where there are more pieces.
+
+    >>> footprint_at(0, np.array([4096, 4100, 0]), (2,), (1,), 4, 4096, 99).tolist()
+    [[0, 1], [4, 1]]
+    """
+    if 0 in shape or not len(offsets):
+        return np.empty((0, 2), np.int64)
+    starts, block_bytes = _blocks(offset, shape, strides, element_bytes, page_group_bytes)
+    offsets = np.unique(offsets)
+    if len(offsets) * len(starts) > most_blocks:
+        return None
+    starts = (offsets[:, None] * element_bytes + starts).ravel()
     return _runs(starts // page_group_bytes, (starts + block_bytes - 1) // page_group_bytes + 1)
 
 

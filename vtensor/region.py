@@ -17,12 +17,29 @@ from vtensor.allocator.address_space import AddressSpace, Shortage, out_of_pages
 from vtensor.allocator.mapper import Job, get_mapper
 from vtensor.allocator.page_pool import PagePool
 from vtensor.allocator.words import NUM_READY, NUM_ZEROED, ZERO_CALLS
-from vtensor.errors import ClosedError
+from vtensor.errors import ClosedError, UnmappedAccessError
 from vtensor.interrupts import interrupts_held
 from vtensor.streams import DeviceEvent, StreamUse, check_not_capturing, is_capturing, relaxed_capture
+from vtensor.units import format_bytes
 from vtensor.unpicklable import Unpicklable
 
-__all__ = ["Region"]
+__all__ = ["READ_LIMIT_BYTES", "Region"]
+
+READ_LIMIT_BYTES = 1 << 40
+"""Zeros that one operation may read where nothing was written. 1 TiB takes a host minutes, and 2 GiB of page tables."""
+
+# Held while an operation is given to the device that reads zeros shown by an alias, and while memory takes the place of
+# such an alias. One for all regions, since an operation may read several.
+_shown_lock = threading.RLock()
+
+
+def _forget() -> None:
+    """In a forked child: another thread of the parent may have held it."""
+    global _shown_lock
+    _shown_lock = threading.RLock()
+
+
+os.register_at_fork(after_in_child=_forget)
 
 
 class Region(Unpicklable):
@@ -32,10 +49,18 @@ class Region(Unpicklable):
     any tensor object: a `detach` in inference mode drops the tensor that one would have tied it to.
     """
 
-    def __init__(self, pool: PagePool, device: torch.device, size_bytes: int, *, owner: str = "") -> None:
+    def __init__(
+        self,
+        pool: PagePool,
+        device: torch.device,
+        size_bytes: int,
+        *,
+        owner: str = "",
+        readable_holes: bool = False,
+    ) -> None:
         if not is_capturing(device):
             graveyard.sweep()
-        self.space = AddressSpace(pool, size_bytes)
+        self.space = AddressSpace(pool, size_bytes, readable_holes=readable_holes)
         self.data_bytes = size_bytes  # the addresses go on to the end of a page group, and nobody uses those
         self.device = device
         self.owner = owner  # who alone commits and decommits; empty: every view may
@@ -108,17 +133,86 @@ class Region(Unpicklable):
             Not enough page groups; nothing was changed.
         """
         check_not_capturing(self.device, f"committing memory for {what}")
+        if self.space.has_readable_holes:
+            return self._insist(lambda: self.try_commit(ranges)[0], what)
+        with _shown_lock:
+            shown = self.space.shown_ranges(ranges)
+            if len(shown):
+                self.streams.finish()
+                self.decommit(shown, forget_content=False)
+            return self._insist(lambda: self.try_commit(ranges)[0], what)
+
+    def _insist(self, attempt: Callable[[], int], what: str) -> int:
+        """Do what may be short of page groups, after whatever can be done about that."""
         graveyard.sweep()
         remedies = iter((graveyard.drain, self.ask_torch))
         while True:
             try:
-                return self.try_commit(ranges)[0]
+                return attempt()
             except Shortage as shortage:
                 remedy = next(remedies, None)
                 if remedy is None and not self.space.pool.ask_holders(shortage.page_groups):
                     raise out_of_pages(self.space, what, shortage) from None
             if remedy is not None:
                 remedy()
+
+    def check_read(self, ranges: npt.NDArray[np.int64], what: str) -> None:
+        """Refuse to read more zeros than anybody can want to.
+
+        Raises
+        ------
+        UnmappedAccessError
+            More than `READ_LIMIT_BYTES` of the ranges have no memory.
+        """
+        size, num_places = self.space.page_group_bytes, int(ranges[:, 1].sum())
+        if num_places * size <= READ_LIMIT_BYTES:
+            return
+        missing = num_places - self.space.num_mapped  # at least; to count them takes time
+        if missing * size <= READ_LIMIT_BYTES:
+            missing = self.space.count_missing(ranges)
+        if missing * size > READ_LIMIT_BYTES:
+            raise UnmappedAccessError(
+                f"{what} would read {format_bytes(missing * size)} of zeros, where nothing was ever written; the limit "
+                f"is {format_bytes(READ_LIMIT_BYTES)}. Read a part of it (x[...]), the one that was written: "
+                "x.residency() shows which"
+            )
+
+    def begin_reading(self, ranges: npt.NDArray[np.int64], what: str) -> bool:
+        """Have zeros shown where the ranges have no memory, for one operation that reads them.
+
+        Returns
+        -------
+        bool
+            Whether there are such places. If so, nobody commits them before `end_reading`, which comes once the
+            operation was given to the device.
+
+        Raises
+        ------
+        OutOfPagesError
+            No page group is left for the zeros.
+        UnmappedAccessError
+            Too many (see `check_read`).
+        VTensorError
+            A CUDA graph is being captured, whose replays would not know when memory comes in the place of zeros.
+        """
+        _shown_lock.acquire()
+        has_shown = False
+        try:
+            if self.space.count_missing(ranges):
+                check_not_capturing(self.device, f"reading what has no memory, by {what},")
+                self.check_read(ranges, what)
+                stream = self.streams.current()
+                self._insist(lambda: self.space.show_zeros(ranges, stream=stream), what)
+                has_shown = True
+        finally:
+            if not has_shown:
+                _shown_lock.release()
+        return has_shown
+
+    @staticmethod
+    def end_reading() -> None:
+        """The end of what `begin_reading` began."""
+        _shown_lock.release()
 
     def ask_torch(self) -> bool:
         """Have torch give its cached memory back to the device, where that is what we share with it."""

@@ -3,8 +3,10 @@
 from __future__ import annotations
 
 import copy
+import functools
 import os
 from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from types import EllipsisType
 from typing import Any, Literal, cast
 
@@ -12,15 +14,19 @@ import numpy as np
 import numpy.typing as npt
 import torch
 
-from vtensor.effects import Effect, effect_of, out_names
+from vtensor.allocator.words import SHOWS_ZEROS
+from vtensor.effects import Effect, effect_of, out_names, written_arguments
 from vtensor.errors import UnmappedAccessError, VTensorError
 from vtensor.footprint import covered, footprint
-from vtensor.region import Region
+from vtensor.indexing import indexed_ranges, is_indexed
+from vtensor.region import READ_LIMIT_BYTES, Region
 from vtensor.units import format_bytes
 
 __all__ = ["OnTouch", "VirtualTensor"]
 
 OnTouch = Literal["commit", "raise"]
+# From the size of a page group to ranges of them, or None for all of a view.
+Select = Callable[[int], npt.NDArray[np.int64] | None] | None
 
 
 def _all_tensors(arguments: Any) -> Iterator[torch.Tensor]:
@@ -40,8 +46,8 @@ def _touching(name: str) -> Any:
     method = getattr(torch.Tensor, name)
 
     def read(self: VirtualTensor) -> Any:
-        self._touch(name)
-        return method(self)
+        with self._reading(name):
+            return method(self)
 
     read.__name__, read.__doc__ = name, method.__doc__
     return read
@@ -100,11 +106,8 @@ class VirtualTensor(torch.Tensor):
         if effect is Effect.COMPOSITE:
             return func.decompose(*args, **kwargs)
         if effect is Effect.ACCESS:
-            for tensor in _virtual_tensors((*args, *kwargs.values())):
-                tensor._touch(func)
-            if kwargs and any(True for _ in _virtual_tensors(kwargs.get(name) for name in out_names(func))):
-                return _write_out(func, args, kwargs)
-        elif effect is Effect.REFUSED:
+            return _access(func, args, kwargs)
+        if effect is Effect.REFUSED:
             raise VTensorError(
                 f"{func} is not for virtual tensors: their storage never moves; use .plain() or a copy (.clone())"
             )
@@ -118,8 +121,44 @@ class VirtualTensor(torch.Tensor):
                 return _map_tensors(lambda view: VirtualTensor.wrap(view, parent._region, parent._on_touch), result)
         return result
 
-    def _touch(self, operation: Any) -> None:
-        """Make sure that every byte of this view has memory behind it."""
+    def _begin_reading(self, operation: Any, select: Select = None) -> bool:
+        """Make sure that this view can be read; whether that holds until `Region.end_reading` only.
+
+        `select` says which page groups are enough, for an operation that does not read everything.
+        """
+        region = self._region
+        if region is None:
+            return False
+        if self._on_touch == "raise":
+            self._touch(operation, select)
+            return False
+        if os.getpid() != region.process_id:
+            region.space.check_open()
+        if region.space.has_readable_holes:
+            if self.numel() * self.element_size() > READ_LIMIT_BYTES:
+                region.check_read(self._footprint(select), _named(operation, self))
+            return False
+        has_shown = False
+        epoch = region.decommit_epoch
+        if self._seen_epoch != epoch:
+            has_shown = region.begin_reading(self._footprint(select), _named(operation, self))
+            if not has_shown and select is None:
+                self._seen_epoch = epoch
+        region.use()
+        return has_shown
+
+    @contextmanager
+    def _reading(self, operation: Any) -> Iterator[None]:
+        """The time in which this view is read, otherwise than by an operator."""
+        has_shown = self._begin_reading(operation)
+        try:
+            yield
+        finally:
+            if has_shown:
+                Region.end_reading()
+
+    def _touch(self, operation: Any, select: Select = None) -> None:
+        """Make sure that this view has memory behind it, which may be written to."""
         region = self._region
         if region is None:
             return
@@ -127,13 +166,14 @@ class VirtualTensor(torch.Tensor):
             region.space.check_open()  # raises: a forked child has nothing at these addresses
         epoch = region.decommit_epoch
         if self._seen_epoch != epoch:
-            ranges = self._footprint()
+            ranges = self._footprint(select)
             missing = region.space.count_missing(ranges)
             if missing:
                 if self._on_touch == "raise":
                     raise self._unmapped(operation, ranges, missing)
-                region.commit(ranges, f"{operation} on a virtual tensor of shape {tuple(self.shape)}")
-            self._seen_epoch = epoch
+                region.commit(ranges, _named(operation, self))
+            if select is None:
+                self._seen_epoch = epoch
         region.use()  # after the check: whoever committed what is there now has noted when it is zeroed
 
     def _unmapped(self, operation: Any, ranges: npt.NDArray[np.int64], missing: int) -> UnmappedAccessError:
@@ -143,13 +183,17 @@ class VirtualTensor(torch.Tensor):
         size = region.space.page_group_bytes
         address = region.space.base + first * size
         return UnmappedAccessError(
-            f"{operation} on a virtual tensor of shape {tuple(self.shape)} touches {missing} page groups without "
+            f"{_named(operation, self)} touches {missing} page groups without "
             f"memory, the first at bytes {first * size:,}..{(first + 1) * size:,} ({address:#x}) of its reservation; "
             "commit them first (.commit(), or step() of a cache), or use on_touch='commit'"
         )
 
-    def _footprint(self) -> npt.NDArray[np.int64]:
+    def _footprint(self, select: Select = None) -> npt.NDArray[np.int64]:
         region = cast(Region, self._region)
+        if select is not None:
+            ranges = select(region.space.page_group_bytes)
+            if ranges is not None:
+                return ranges
         return footprint(
             int(self.storage_offset()), self.shape, self.stride(), self.element_size(), region.space.page_group_bytes
         )
@@ -255,9 +299,11 @@ class VirtualTensor(torch.Tensor):
         """For each page group of this view, in ascending order of addresses, whether it has memory."""
         if self._region is None:
             return np.empty(0, bool)
-        table = self._region.space.arrays.table
-        parts = [table[first : first + count] > 0 for first, count in self._footprint()]
-        return np.concatenate(parts) if parts else np.empty(0, bool)
+        space, parts = self._region.space, [np.empty(0, bool)]
+        for first, count in self._footprint():
+            held, access = space.arrays.table[first : first + count], space.arrays.access[first : first + count]
+            parts.append((held > 0) & (access != SHOWS_ZEROS))
+        return np.concatenate(parts)
 
     def record_stream(self, stream: Any) -> None:
         """Declare that a stream uses this memory: it is not unmapped before that stream has finished with it."""
@@ -406,8 +452,8 @@ class VirtualTensor(torch.Tensor):
 
     def tolist(self) -> Any:
         """Values as nested lists."""
-        self._touch("tolist")
-        return self.plain().tolist()
+        with self._reading("tolist"):
+            return self.plain().tolist()
 
     def numpy(self, *, force: bool = False) -> npt.NDArray[Any]:
         """The same memory as an array (host only, as for any tensor)."""
@@ -463,6 +509,51 @@ class VirtualTensor(torch.Tensor):
     def share_memory_(self) -> VirtualTensor:
         """Refused: other processes cannot see these addresses."""
         raise VTensorError("a virtual tensor cannot move to shared memory: share a copy, x.clone().share_memory_()")
+
+
+def _named(operation: Any, tensor: torch.Tensor) -> str:
+    """What was to be done, for an error."""
+    return f"{operation} on a virtual tensor of shape {tuple(tensor.shape)}"
+
+
+def _access(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+    """Run an operator that reads or writes its arguments: what it writes to is committed, what it reads can be read."""
+    positions, names = written_arguments(func)
+    num_held = 0
+    try:
+        reads = []
+        select: Select = None
+        if is_indexed(func):
+            select = functools.partial(indexed_ranges, func, args, kwargs)
+        for index, argument in enumerate(args):
+            if isinstance(argument, VirtualTensor):
+                if index in positions:
+                    argument._touch(func, select if index == 0 else None)
+                elif index == 0:
+                    num_held += argument._begin_reading(func, select)
+                else:
+                    reads.append(argument)
+            elif isinstance(argument, list | tuple):
+                for tensor in _virtual_tensors(argument):
+                    if index in positions:
+                        tensor._touch(func)
+                    else:
+                        reads.append(tensor)
+        for name, argument in kwargs.items():
+            for tensor in _virtual_tensors((argument,)):
+                if name in names:
+                    tensor._touch(func)
+                else:
+                    reads.append(tensor)
+        for tensor in reads:
+            num_held += tensor._begin_reading(func)
+        if kwargs and any(True for _ in _virtual_tensors(kwargs.get(name) for name in out_names(func))):
+            return _write_out(func, args, kwargs)
+        with torch._C._DisableTorchDispatch():
+            return func(*args, **kwargs)
+    finally:
+        for _ in range(num_held):
+            Region.end_reading()
 
 
 def _describe(value: Any) -> str:

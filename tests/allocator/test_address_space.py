@@ -7,6 +7,7 @@ import itertools
 import os
 import threading
 from collections.abc import Callable
+from contextlib import suppress
 from typing import Any
 
 import numpy as np
@@ -547,3 +548,97 @@ def test_churn_near_the_limit(pool: PagePool, make_space: MakeSpace) -> None:
             assert place_value(space, place) == number_there
     assert missing == expected
     assert 20 < len(missing) < 300
+
+
+# -- zeros where nothing is ---------------------------------------------------------------------------------------
+
+
+def test_zeros_are_shown_where_nothing_is(make_space: MakeSpace, pool: PagePool) -> None:
+    space, other = make_space(), make_space()
+    space.commit(ranges((4, 2)), content=MINE)
+    for place in (4, 5):
+        fill_place(space, place, 9)
+    before = pool.stats()
+    assert space.show_zeros(ranges((2, 6), (10, 1))) == 5
+    assert space.show_zeros(ranges((0, 16))) == 9
+    assert other.show_zeros(ranges((0, 2))) == 2
+    after = pool.stats()
+    assert (before.mapped_page_groups, after.mapped_page_groups, pool.num_available) == (2, 2, before_available(before))
+    assert (space.num_mapped, space.num_shown, space.committed_bytes) == (16, 14, 2 * space.page_group_bytes)
+    assert [place_value(space, place) for place in range(16)] == [9 if place in (4, 5) else 0 for place in range(16)]
+    assert space.count_missing(ranges((0, 16))) == 14
+    assert space.count_missing(ranges((0, 16)), with_shown=False) == 0
+    assert space.mapped_runs(ranges((0, 16)), in_service=True) == [(4, 2)]
+    assert space.shown_ranges(ranges((3, 4))).tolist() == [[3, 1], [6, 1]]
+    pool.check_integrity()
+    with pytest.raises(ValueError, match="shows zeros"):
+        space.commit(ranges((3, 2)), content=MINE)
+    assert space.decommit(space.shown_ranges(ranges((0, 4))), forget_content=False) == 0
+    assert space.commit(ranges((0, 4)), content=MINE) == 4
+    assert (space.num_shown, [place_value(space, place) for place in range(8)]) == (10, [0, 0, 0, 0, 9, 9, 0, 0])
+    pool.check_integrity()
+
+
+def before_available(stats: Any) -> int:
+    return int(stats.capacity_page_groups - stats.mapped_page_groups)
+
+
+def test_zeros_come_on_top_of_the_capacity_and_go_with_trim(make_pool: MakePool) -> None:
+    pool = make_pool(4, size_classes=1)
+    full, space = (AddressSpace(pool, 8 * pool.page_group_bytes) for _ in range(2))
+    full.commit(ranges((0, 4)), content=MINE)
+    assert space.show_zeros(ranges((0, 8))) == 8
+    assert [place_value(space, place) for place in range(8)] == [0] * 8
+    assert (pool.num_available, pool.stats().total_page_groups, pool.stats().capacity_page_groups) == (0, 4, 4)
+    assert sum(pool.stats().num_handles.values()) == 5
+    assert pool.trim() == 0
+    pool.check_integrity()
+    space.close()
+    assert pool.trim() == 0  # what comes on top is not counted
+    assert sum(pool.stats().num_handles.values()) == 4
+    with pytest.raises(Shortage):
+        full.commit(ranges((0, 5)), content=MINE)
+
+
+@pytest.mark.parametrize("size_classes", [1, 3])
+@pytest.mark.parametrize("device", ["cpu"], indirect=True)
+def test_what_comes_into_readable_holes_is_zero_before(make_pool: MakePool, size_classes: int) -> None:
+    pool = make_pool(16, size_classes=size_classes)
+    size = pool.page_group_bytes
+    space, dirty = AddressSpace(pool, 16 * size, readable_holes=True), AddressSpace(pool, 16 * size)
+    assert [place_value(space, place) for place in range(16)] == [0] * 16
+    dirty.commit(ranges((0, 16)), content=THEIRS)
+    for place in range(16):
+        fill_place(dirty, place, 66)
+    dirty.decommit(ranges((0, 16)), forget_content=False)
+    with record(pool.driver) as calls:
+        assert space.commit(ranges((3, 9)), content=MINE) == 9
+    assert calls.count(Call.ZERO) == 0
+    assert calls.count(Call.RELEASE) == calls.count(Call.CREATE) > 0
+    assert [place_value(space, place) for place in range(16)] == [0] * 16
+    for place in range(3, 12):
+        fill_place(space, place, 5)
+    assert space.decommit(ranges((0, 12)), forget_content=False) == 9
+    assert [place_value(space, place) for place in range(16)] == [0] * 16
+    pool.check_integrity()
+
+
+@pytest.mark.parametrize("nth", range(1, 5))
+@pytest.mark.parametrize("call", [Call.RELEASE, Call.CREATE, Call.MAP, Call.SET_ACCESS])
+@pytest.mark.parametrize("device", ["cpu"], indirect=True)
+def test_a_commit_into_readable_holes_that_fails(make_pool: MakePool, call: Call, nth: int) -> None:
+    pool = make_pool(16, size_classes=1)
+    space, dirty = (AddressSpace(pool, 16 * pool.page_group_bytes, readable_holes=True) for _ in range(2))
+    dirty.commit(ranges((0, 6)), content=THEIRS)
+    for place in range(6):
+        fill_place(dirty, place, 66)
+    dirty.decommit(ranges((0, 6)), forget_content=False)
+    with fail(pool.driver, call, nth) as calls, suppress(DriverError):
+        space.commit(ranges((0, 2), (4, 2)), content=MINE)
+        assert calls.count(call) < nth
+    assert space.num_mapped in (0, 4)
+    assert [place_value(space, place) for place in range(16)] == [0] * 16
+    pool.check_integrity()
+    space.commit(ranges((0, 2), (4, 2)), content=MINE)
+    assert [place_value(space, place) for place in range(16)] == [0] * 16
+    pool.check_integrity()

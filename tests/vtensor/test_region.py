@@ -31,6 +31,7 @@ def test_a_neighbour_waits_until_recycled_memory_is_zero(
     vt.empty(page(device), dtype=torch.uint8, device=device, pool=pool).fill_(7)  # dies, and leaves the page group
     x: Any = vt.empty(4, page(device) // 4, dtype=torch.uint8, device=device, pool=pool, on_touch=on_touch)
     errors: list[BaseException] = []
+    zeroes = device != "cpu" or on_touch == "raise"  # otherwise it is zero before it is there
 
     def commit() -> None:
         if first == "touch":
@@ -41,7 +42,7 @@ def test_a_neighbour_waits_until_recycled_memory_is_zero(
     def write() -> None:
         try:
             deadline = time.monotonic() + 10
-            while num_begun(Call.ZERO) == 0:
+            while num_begun(Call.ZERO) == 0 and zeroes:
                 assert time.monotonic() < deadline
                 time.sleep(0.001)
             x[2].fill_(5)  # whoever does not wait has written long before all is zero
@@ -54,7 +55,7 @@ def test_a_neighbour_waits_until_recycled_memory_is_zero(
             thread.start()
         for thread in threads:
             thread.join()
-    assert (errors, calls.count(Call.ZERO)) == ([], 1)
+    assert (errors, calls.count(Call.ZERO)) == ([], int(zeroes))
     assert [row.unique().tolist() for row in x.cpu()] == [[1] if first == "touch" else [0], [0], [5], [0]]
 
 

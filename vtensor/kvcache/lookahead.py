@@ -97,9 +97,7 @@ class LookAhead:
     def collect(self) -> None:
         """Take note of what has been done, and of a spare slot that could not be had."""
         if self._standing is not None:
-            dropped = self._standing.forgive()
-            self.num_dropped += dropped
-            self._has_dropped |= dropped > 0
+            self.num_dropped += self._standing.forgive()
         while self._jobs and self._jobs[0].is_done:
             job = self._jobs.popleft()
             self._num_mapped += job.num_page_groups

@@ -278,8 +278,9 @@ class KVCacheManager(Unpicklable):
         result = _NOTHING_NEEDED
         if number := int(answer[plan.NUM_SERVED]):
             result = StepResult(0, (time.perf_counter() - start) * 1e6, number, number)
-        has_more = answer[plan.WANTS_AHEAD] or answer[plan.HAS_PASSED] or lookahead.is_spare_due
-        if memory.is_check_due(number) or has_more:
+            memory.note_mapped(number)
+        has_more = answer[plan.WANTS_AHEAD] or answer[plan.HAS_PASSED]
+        if has_more or lookahead.is_spare_due or memory.is_check_due():
             with interrupts_held():
                 self._follow_up(lengths)
         return result
@@ -292,7 +293,7 @@ class KVCacheManager(Unpicklable):
             plan.apply_step(slots, lengths, self._answer)
         result = StepResult(shortfall, (time.perf_counter() - start) * 1e6, num_mapped, num_ready)
         if not shortfall:
-            self._memory.is_check_due(num_mapped)
+            self._memory.note_mapped(num_mapped)
             self._follow_up(lengths)
         return result
 

@@ -57,8 +57,8 @@ Int64 = npt.NDArray[np.int64]
 # What `step` returns, see there.
 NOTHING, SERVED, TO_COMMIT, BAD_LENGTH = 0, 1, 2, 3
 # What its answer says: what is wrong with which slot's length; page groups that came into service; whether there are
-# places to map ahead of the next step, and whether windows have passed places.
-PROBLEM, SLOT, NUM_SERVED, WANTS_AHEAD, HAS_PASSED, ANSWER_WORDS = 0, 1, 2, 3, 4, 5
+# places to map ahead of the next step, whether the mapper was asked for them; whether windows have passed places.
+PROBLEM, SLOT, NUM_SERVED, WANTS_AHEAD, HAS_ASKED, HAS_PASSED, ANSWER_WORDS = 0, 1, 2, 3, 4, 5, 6
 NEGATIVE, TOO_LONG, NOT_ACTIVE, WINDOW_PASSED = 1, 2, 3, 4
 # Words of a layer group. WINDOW: 0 for none. CONTENT: the mark of its data. LARGEST: its largest size class.
 NUM_BUFFERS, ROW_BYTES, SLOT_PLACES, FIRST_PLACE, WINDOW, CONTENT, LARGEST, GROUP_WORDS = 0, 1, 2, 3, 4, 5, 6, 7
@@ -205,8 +205,8 @@ def step(slot_words: Int64, job: Int64, queue: Int64, zero_calls: int, seq_lens:
     slot_words : ndarray of int64
         The slots' arrays and numbers, packed.
     job, queue : ndarray of int64
-        A standing job over the cache's addresses, and where to hand it over. An empty queue: nothing was ever mapped
-        ahead, and there is no such job.
+        A standing job over the cache's addresses, and where to hand it over. An empty queue: there is no such job,
+        since no step asked for look-ahead so far; then every need is left to be committed.
     zero_calls : int
         As for `commit_ready`.
 
@@ -233,7 +233,7 @@ def step(slot_words: Int64, job: Int64, queue: Int64, zero_calls: int, seq_lens:
         most = len(seq_lens) * slots.groups[:, NUM_BUFFERS].sum()
         ranges = int64_at(job[RANGES], most * RANGE_WORDS).reshape((most, RANGE_WORDS))
         submit_again(queue, job, _write_ahead(slots, seq_lens, ranges))
-        answer[WANTS_AHEAD] = 0
+        answer[WANTS_AHEAD], answer[HAS_ASKED] = 0, 1
     return SERVED if answer.any() else NOTHING
 
 

@@ -232,17 +232,20 @@ class SlotMemory:
 
     # -- in the background ------------------------------------------------------------------------------------------
 
-    def is_check_due(self, num_mapped: int) -> bool:
-        """Whether `keep_watermark` has something to do, so many page groups having been mapped since."""
+    def note_mapped(self, num_mapped: int) -> None:
+        """Note that so many page groups came into service."""
+        self._check_in -= num_mapped
+
+    def is_check_due(self) -> bool:
+        """Whether `keep_watermark` may have something to do."""
         pool = self._region.space.pool
         if pool.capacity_bytes is not None:
             return pool.num_available < int(self._watermarks[0] * pool.headroom()[1])
-        self._check_in -= num_mapped  # to ask the device takes time
-        return self._check_in <= 0
+        return self._check_in <= 0  # to ask the device takes time
 
     def keep_watermark(self) -> None:
         """When less than the low watermark is left, give up deferred slots up to the high one, oldest first."""
-        if not self.is_check_due(0):
+        if not self.is_check_due():
             return
         pool = self._region.space.pool
         available, total = pool.headroom()

@@ -18,7 +18,8 @@ class StepResult:
     shortfall_page_groups : int
         Page groups that are missing; 0 on success. When not 0, nothing was changed.
     waited_us : float
-        How long it took to bring page groups into service, the mapping of those that were missing included.
+        How long it took to bring page groups into service, the mapping of those that were missing included; 0 where
+        none were needed. If all were ready, also what it took to hand over the next look-ahead.
     num_mapped : int
         Page groups that this step brought into service.
     num_mapped_by_mapper : int

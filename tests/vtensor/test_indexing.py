@@ -1,0 +1,158 @@
+"""Operators with index tensors touch what the indices say, and nothing else."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+import torch
+
+import vtensor as vt
+from vtensor.allocator.driver import get_driver
+
+NUM_ROWS = 12
+
+
+def page(device: str) -> int:
+    return int(get_driver(device).default_page_group_bytes)
+
+
+def rows_of_a_page_group(device: str, **options: Any) -> vt.VirtualTensor:
+    """Rows of one page group each: [12, 2, page group / 8]."""
+    return vt.empty(NUM_ROWS, 2, page(device) // 8, device=device, **options)
+
+
+def ints(*values: int) -> torch.Tensor:
+    return torch.tensor(values)
+
+
+def mask(*rows: int) -> torch.Tensor:
+    return torch.tensor([row in rows for row in range(NUM_ROWS)])
+
+
+Operation = Callable[[torch.Tensor, Callable[[torch.Tensor], torch.Tensor]], object]
+
+# What is done to a tensor, `on` moving an index to its device.
+WRITES: dict[str, Operation] = {
+    "rows": lambda x, on: x.__setitem__(on(ints(3, -1, 3)), 2.0),
+    "rows and columns": lambda x, on: x.__setitem__((on(ints(3, 5)), on(ints(1, 0)), on(ints(7, 8))), 2.0),
+    "columns only": lambda x, on: x[4:7].__setitem__((slice(None), on(ints(1))), 2.0),
+    "rows and the last dimension": lambda x, on: x.__setitem__((on(ints(2, 9)), slice(None), on(ints(0, 3))), 2.0),
+    "broadcast": lambda x, on: x.__setitem__((on(ints(2, 9))[:, None], on(ints(0, 1))), 2.0),
+    "mask": lambda x, on: x.__setitem__(on(mask(0, 7)), 2.0),
+    "mask of two dimensions": lambda x, on: x.__setitem__(on(mask(1, 10)[:, None].expand(-1, 2)), 2.0),
+    "nothing": lambda x, on: x.__setitem__(on(torch.tensor([], dtype=torch.int64)), 2.0),
+    "empty mask": lambda x, on: x.__setitem__(on(mask()), 2.0),
+    "accumulate": lambda x, on: x.index_put_((on(ints(4, 4)),), x.new_ones(()), accumulate=True),
+    "of a view": lambda x, on: x[2:].__setitem__(on(ints(1, 2)), 2.0),
+    "of steps": lambda x, on: x[::3].__setitem__(on(ints(1, 3)), 2.0),
+    "transposed": lambda x, on: x.transpose(0, 1).__setitem__((slice(None), on(ints(6))), 2.0),
+    "index_copy_": lambda x, on: x.index_copy_(0, on(ints(5, 1)), x.new_ones(2, *x.shape[1:])),
+    "index_copy_ by columns": lambda x, on: x[8:9].index_copy_(1, on(ints(1)), x.new_ones(1, 1, x.shape[2])),
+    "index_add_": lambda x, on: x.index_add_(0, on(ints(11)), x.new_ones(1, *x.shape[1:])),
+    "index_fill_": lambda x, on: x.index_fill_(-3, on(ints(-2, 2)), 3.0),
+    "index_reduce_": lambda x, on: x.index_reduce_(0, on(ints(6)), x.new_ones(1, *x.shape[1:]), "amax"),
+    "scatter_": lambda x, on: x.scatter_(0, on(torch.full((1, 2, 3), 7)), 4.0),
+    "scatter_ by columns": lambda x, on: x[3:].scatter_(2, on(torch.arange(12).view(3, 2, 2)), 4.0),
+    "scatter_add_": lambda x, on: x.scatter_add_(0, on(ints(2, 8, 2).view(3, 1, 1)), x.new_ones(3, 1, 1)),
+    "scatter_reduce_": lambda x, on: x.scatter_reduce_(0, on(ints(1).view(1, 1, 1)), x.new_ones(1, 1, 1), "sum"),
+    "put_": lambda x, on: x.put_(on(ints(0, -1)), x.new_ones(2)),
+    "put_ transposed": lambda x, on: x.transpose(0, 2).put_(on(ints(5)), x.new_ones(1)),
+    "int32": lambda x, on: x.__setitem__(on(ints(3).int()), 2.0),
+}
+READS: dict[str, Operation] = {
+    "rows": lambda x, on: x[on(ints(3, -1, 0))],
+    "elements": lambda x, on: x[on(ints(3, 5)), on(ints(1, 0)), on(ints(7, 8))],
+    "mask": lambda x, on: x[on(mask(0, 7))],
+    "index_select": lambda x, on: x.index_select(0, on(ints(5, 1))),
+    "gather": lambda x, on: x.gather(0, on(ints(2, 8, 2).view(3, 1, 1))),
+    "take": lambda x, on: x.take(on(ints(9, -3))),
+    "take_along_dim": lambda x, on: x.take_along_dim(on(ints(3).view(1, 1, 1)), 0),
+    "embedding": lambda x, on: torch.nn.functional.embedding(on(ints(2, 4)), x.flatten(1)),
+    "embedding_bag": lambda x, on: torch.nn.functional.embedding_bag(on(ints(2, 4)[None]), x.flatten(1)),
+}
+
+
+def on(x: torch.Tensor) -> Callable[[torch.Tensor], torch.Tensor]:
+    return lambda index: index.to(x.device)
+
+
+@pytest.mark.parametrize("name", WRITES)
+def test_what_indices_name_is_committed(name: str, device: str) -> None:
+    x, dense = rows_of_a_page_group(device), torch.zeros(NUM_ROWS, 2, page(device) // 8, device=device)
+    for tensor in (x, dense):
+        WRITES[name](tensor, on(tensor))
+    written = dense.flatten(1).any(1)
+    assert x.residency().tolist() == written.tolist()
+    assert torch.equal(x, dense)
+    if name not in ("nothing", "empty mask"):
+        assert written.any()
+
+
+@pytest.mark.parametrize("name", READS)
+def test_what_indices_name_is_read(name: str, device: str) -> None:
+    # By a tensor that refuses what is not there: reading anything else would be refused.
+    x, dense = (
+        rows_of_a_page_group(device, on_touch="raise"),
+        torch.zeros(NUM_ROWS, 2, page(device) // 8, device=device),
+    )
+    with pytest.raises(vt.UnmappedAccessError):
+        READS[name](x, on(x))
+    rows = [row for row in range(NUM_ROWS) if row not in (6, 10)]
+    for row in rows:
+        x.commit(slice(row, row + 1))
+        x[row] = dense[row] = row + 1
+    assert torch.equal(torch.as_tensor(READS[name](x, on(x))), torch.as_tensor(READS[name](dense, on(dense))))
+    assert [row for row in range(NUM_ROWS) if not x.residency()[row]] == [6, 10]
+
+
+BAD: dict[str, Operation] = {
+    "too large": lambda x, on: x.__setitem__(on(ints(0, NUM_ROWS)), 2.0),
+    "too small": lambda x, on: x.__setitem__(on(ints(-NUM_ROWS - 1)), 2.0),
+    "index_copy_": lambda x, on: x.index_copy_(0, on(ints(1, 99)), x.new_ones(2, *x.shape[1:])),
+    "scatter_": lambda x, on: x.scatter_(0, on(ints(2, 99).view(2, 1, 1)), 4.0),
+    "put_": lambda x, on: x.put_(on(ints(1 << 40)), x.new_ones(1)),
+    "select": lambda x, on: x.index_select(0, on(ints(99))),
+    "gather": lambda x, on: x.gather(0, on(ints(-1).view(1, 1, 1))),
+    "embedding": lambda x, on: torch.nn.functional.embedding(on(ints(99)), x.flatten(1)),
+    "no such dimension": lambda x, on: x.index_fill_(3, on(ints(0)), 1.0),
+    "no such shape": lambda x, on: x.__setitem__((on(ints(0, 1)), on(ints(0, 1, 0))), 1.0),
+    "too many": lambda x, on: x.__setitem__((on(ints(0)),) * 4, 1.0),
+    "wide index": lambda x, on: x[:2].scatter_(1, on(torch.zeros(3, 1, 1, dtype=torch.int64)), 1.0),
+    "float": lambda x, on: x.__setitem__(on(torch.tensor([1.0])), 2.0),
+    "mask of another shape": lambda x, on: x.__setitem__(on(torch.ones(5, dtype=torch.bool)), 2.0),
+}
+
+
+@pytest.mark.parametrize("name", BAD)
+def test_bad_indices_are_the_errors_of_torch(name: str, device: str) -> None:
+    dense = torch.zeros(NUM_ROWS, 2, page("cpu") // 8)
+    x = rows_of_a_page_group(device)
+    with pytest.raises((IndexError, RuntimeError)) as expected:
+        BAD[name](dense, on(dense))
+    with pytest.raises((IndexError, RuntimeError)) as found:
+        BAD[name](x, on(x))
+    if device == "cpu":
+        assert type(found.value) is type(expected.value)
+        assert str(found.value) == str(expected.value)
+    assert not isinstance(found.value, vt.OutOfPagesError)
+    x[4, 1, 5] = 3  # and the device goes on
+    assert x[4].sum() == 3
+
+
+def test_rows_of_a_table_of_terabytes(device: str) -> None:
+    table = vt.empty(1 << 24, 1 << 16, dtype=torch.uint8, device=device)
+    rows = torch.tensor([5, 1 << 23, (1 << 24) - 1], device=device)
+    table[rows] = torch.full((3, 1 << 16), 7, dtype=torch.uint8, device=device)
+    assert table[rows].float().mean(1).tolist() == [7, 7, 7]
+    table.index_add_(0, rows[:1], table[rows[1:2]])
+    assert table[rows, 9].tolist() == [14, 7, 7]
+    assert table[rows + (rows < 9), 0].tolist() == [0, 7, 7]
+    assert table.resident_bytes == 3 * page(device)
+
+
+def test_virtual_indices_are_only_read() -> None:
+    x, index = rows_of_a_page_group("cpu"), vt.zeros(4, dtype=torch.int64, device="cpu")
+    x[index] = 3.0
+    assert (x.residency().sum(), index.resident_bytes) == (1, 0)

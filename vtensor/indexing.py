@@ -1,0 +1,189 @@
+"""Indexing: which page groups of a tensor an operator with index tensors reads or writes."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from functools import cache
+from typing import Any
+
+import numpy as np
+import numpy.typing as npt
+import torch
+
+from vtensor.footprint import footprint_at
+
+__all__ = ["indexed_ranges", "is_indexed"]
+
+Int64 = npt.NDArray[np.int64]
+# Where the parts begin that are accessed, in elements, and the shape and strides of each.
+_Parts = tuple[Int64, tuple[int, ...], tuple[int, ...]]
+_MOST_BLOCKS = 1 << 24  # beyond that, to find them takes longer than to commit the whole
+
+
+def _as_numpy(index: torch.Tensor) -> npt.NDArray[Any]:
+    """Values of an index tensor. On a GPU this waits for it."""
+    index = index.detach().cpu()
+    return (index if type(index) is torch.Tensor else index.clone()).numpy()  # a virtual one is only read
+
+
+def _in_range(index: npt.NDArray[Any], dim: int, size: int, is_on_host: bool) -> Int64:
+    """Indices from 0 on. Those out of range are left out on the host, where torch finds them before it gets there."""
+    values = index.astype(np.int64).ravel()
+    values = np.where(values < 0, values + size, values)
+    bad = (values < 0) | (values >= size)
+    if bad.any():
+        if not is_on_host:  # the kernel would find it as well, and take the process's context with it
+            raise IndexError(f"index {int(index.ravel()[bad.argmax()])} is out of bounds for dimension {dim} of {size}")
+        values = values[~bad]
+    return values
+
+
+def _along(tensor: torch.Tensor, dim: Any, index: torch.Tensor) -> _Parts | None:
+    """Slices along a dimension."""
+    if not isinstance(dim, int) or tensor.dim() == 0 or not -tensor.dim() <= dim < tensor.dim():
+        return None
+    dim %= tensor.dim()
+    values = _in_range(_as_numpy(index), dim, tensor.shape[dim], tensor.device.type == "cpu")
+    shape, strides = tuple(tensor.shape), tensor.stride()
+    rest = [other for other in range(tensor.dim()) if other != dim]
+    return values * strides[dim], tuple(shape[other] for other in rest), tuple(strides[other] for other in rest)
+
+
+def _along_elements(tensor: torch.Tensor, dim: Any, index: torch.Tensor) -> _Parts | None:
+    """Elements, each at its own place along a dimension."""
+    if not isinstance(dim, int) or index.dim() != tensor.dim() or tensor.dim() == 0:
+        return None
+    if not -tensor.dim() <= dim < tensor.dim():
+        return None
+    dim %= tensor.dim()
+    if any(index.shape[other] > tensor.shape[other] for other in range(tensor.dim()) if other != dim):
+        return np.empty(0, np.int64), (), ()  # torch refuses it
+    values = _as_numpy(index).astype(np.int64)
+    size, strides = tensor.shape[dim], tensor.stride()
+    is_good = (values >= -size) & (values < size)
+    if not is_good.all() and tensor.device.type != "cpu":
+        bad = int(values.ravel()[(~is_good).argmax()])
+        raise IndexError(f"index {bad} is out of bounds for dimension {dim} of {size}")
+    offsets = np.where(values < 0, values + size, values) * strides[dim]
+    for other in range(tensor.dim()):
+        if other != dim:
+            steps = np.arange(index.shape[other], dtype=np.int64) * strides[other]
+            offsets = offsets + steps.reshape([-1 if axis == other else 1 for axis in range(tensor.dim())])
+    return offsets[is_good], (), ()
+
+
+def _by_indices(tensor: torch.Tensor, indices: Sequence[torch.Tensor | None]) -> _Parts | None:
+    """As ``tensor[indices]`` takes index tensors, masks among them."""
+    values: list[npt.NDArray[Any] | None] = []
+    for index in indices:
+        if index is None:
+            values.append(None)
+        elif index.dtype in (torch.bool, torch.uint8):
+            values.extend(_as_numpy(index).nonzero() if index.dim() else [None])
+            if index.dim() == 0:
+                return None
+        else:
+            values.append(_as_numpy(index).astype(np.int64))
+    if len(values) > tensor.dim():
+        return np.empty(0, np.int64), (), ()
+    values.extend([None] * (tensor.dim() - len(values)))
+    given = [(dim, value) for dim, value in enumerate(values) if value is not None]
+    try:
+        arrays = np.broadcast_arrays(*(value for _, value in given))
+    except ValueError:
+        return np.empty(0, np.int64), (), ()  # torch refuses it
+    offsets, is_good = np.zeros(arrays[0].shape, np.int64), np.ones(arrays[0].shape, bool)
+    for (dim, _), array in zip(given, arrays, strict=True):
+        size = tensor.shape[dim]
+        is_good &= (array >= -size) & (array < size)
+        offsets = offsets + np.where(array < 0, array + size, array) * tensor.stride(dim)
+    if not is_good.all() and tensor.device.type != "cpu":
+        raise IndexError(f"an index is out of bounds for shape {tuple(tensor.shape)}")
+    rest = [dim for dim, value in enumerate(values) if value is None]
+    shape, strides = tuple(tensor.shape), tensor.stride()
+    return offsets[is_good], tuple(shape[dim] for dim in rest), tuple(strides[dim] for dim in rest)
+
+
+def _rows(tensor: torch.Tensor, index: torch.Tensor) -> _Parts | None:
+    return _along(tensor, 0, index)
+
+
+def _elements(tensor: torch.Tensor, index: torch.Tensor) -> _Parts | None:
+    """Elements by their number in order of rows."""
+    values = _in_range(_as_numpy(index), 0, tensor.numel(), tensor.device.type == "cpu")
+    places = np.unravel_index(values, tuple(tensor.shape)) if tensor.dim() else ()
+    offsets = np.zeros(len(values), np.int64)
+    for place, stride in zip(places, tensor.stride(), strict=True):
+        offsets += place * stride
+    return offsets, (), ()
+
+
+# By operator: the names of its arguments after the tensor that say where, and who understands them.
+_OPERATORS: dict[str, tuple[tuple[str, ...], Callable[..., _Parts | None]]] = {
+    **dict.fromkeys(("aten::index", "aten::_unsafe_index"), (("indices",), _by_indices)),
+    **dict.fromkeys(("aten::index_put_", "aten::_index_put_impl_"), (("indices",), _by_indices)),
+    **dict.fromkeys(
+        ("aten::index_select", "aten::index_copy_", "aten::index_add_", "aten::index_fill_", "aten::index_reduce_"),
+        (("dim", "index"), _along),
+    ),
+    **dict.fromkeys(
+        ("aten::gather", "aten::scatter_", "aten::scatter_add_", "aten::scatter_reduce_"),
+        (("dim", "index"), _along_elements),
+    ),
+    **dict.fromkeys(
+        ("aten::embedding", "aten::embedding_renorm_", "aten::_embedding_bag", "aten::_embedding_bag_forward_only"),
+        (("indices",), _rows),
+    ),
+    **dict.fromkeys(("aten::take", "aten::put_"), (("index",), _elements)),
+}
+
+
+@cache
+def _positions(func: Any) -> dict[str, int]:
+    return {argument.name: position for position, argument in enumerate(func._schema.arguments)}
+
+
+@cache
+def is_indexed(func: Any) -> bool:
+    """Whether an operator accesses its first argument where index tensors say, and nowhere else."""
+    return func._schema.name in _OPERATORS
+
+
+def indexed_ranges(
+    func: Any, args: tuple[Any, ...], kwargs: dict[str, Any], page_group_bytes: int
+) -> npt.NDArray[np.int64] | None:
+    """The page groups of the first argument that an operator reads or writes.
+
+    Reads the index tensors, for which it waits where they are on a GPU.
+
+    Parameters
+    ----------
+    func : operator
+        One that `is_indexed`.
+    args, kwargs
+        Of the call.
+    page_group_bytes : int
+
+    Returns
+    -------
+    ndarray of int64, shape [n, 2], or None
+        As of `footprint`. None where it is not known, or would take long to find: any of them.
+
+    Raises
+    ------
+    IndexError
+        An index out of range, of a tensor on a GPU, whose kernels would end every later call with an error.
+    """
+    names, find = _OPERATORS[func._schema.name]
+    values = []
+    for name in names:
+        position = _positions(func).get(name, len(args))
+        values.append(args[position] if position < len(args) else kwargs.get(name))
+    tensor = args[0]
+    parts = find(tensor, *values)
+    if parts is None:
+        return None
+    offsets, shape, strides = parts
+    return footprint_at(
+        int(tensor.storage_offset()), offsets, shape, strides, tensor.element_size(), page_group_bytes, _MOST_BLOCKS
+    )
