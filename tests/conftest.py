@@ -128,21 +128,32 @@ def device(request: pytest.FixtureRequest) -> Iterator[str]:
     """Each device of the driver table, by its name there; also good for torch."""
     with pytest.MonkeyPatch.context() as patch:  # of its own, as a test may undo what the shared one did
         if request.param != "cpu" and STRICT in request.path.parents:
-            _zero_at_once(patch)
+            _wait_for_the_device(patch)
         yield str(request.param)
 
 
-def _zero_at_once(patch: pytest.MonkeyPatch) -> None:
-    """Wait for zeroing, as these tests unmap what they have just committed, which its owner must not do."""
-    commit = AddressSpace.commit
+def _wait_for_the_device(patch: pytest.MonkeyPatch) -> None:
+    """Have the device finish after whatever gives it work, and before memory is taken away, which owners see to."""
 
-    def commit_and_wait(self: AddressSpace, *args: Any, **kwargs: Any) -> int:
-        try:
-            return commit(self, *args, **kwargs)
-        finally:
+    def waiting(call: Callable[..., Any]) -> Callable[..., Any]:
+        @functools.wraps(call)
+        def wait_and_call(*args: Any, **kwargs: Any) -> Any:
             torch.cuda.synchronize()
+            try:
+                return call(*args, **kwargs)
+            finally:
+                torch.cuda.synchronize()
 
-    patch.setattr(AddressSpace, "commit", commit_and_wait)
+        return wait_and_call
+
+    for name in ("commit", "decommit", "decommit_later", "close"):
+        patch.setattr(AddressSpace, name, waiting(getattr(AddressSpace, name)))
+
+
+@pytest.fixture
+def gpu() -> str:
+    """The GPU, for tests that are marked with its name."""
+    return "cuda:0"
 
 
 @pytest.fixture

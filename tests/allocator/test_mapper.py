@@ -82,6 +82,15 @@ def leave_dirty(space: AddressSpace, count: int, number: int = 66) -> None:
     space.decommit(ranges((0, count)), forget_content=False)
 
 
+def leave_own(space: AddressSpace, *spans: tuple[int, int]) -> None:
+    """Leave handles of these sizes free that hold what is one's own.
+
+    The mapper maps them and gives the device nothing to do, so that they may be unmapped again at once.
+    """
+    space.commit(ranges(*spans), content=MINE)
+    space.decommit(ranges(*spans), forget_content=False)
+
+
 def break_off(outcome: object) -> None:
     raise KeyError
 
@@ -231,7 +240,8 @@ def test_ranges_without_a_mark(make_space: MakeSpace) -> None:
 
 
 def test_ranges_are_copied(space: AddressSpace) -> None:
-    with hold(space.pool.driver, Call.CREATE) as held:
+    leave_own(space, (20, 1), (0, 2))
+    with hold(space.pool.driver, Call.MAP) as held:
         first = ahead(space, (20, 1))
         held.wait_until_begun()
         asked, given_back = rows((0, 2), content=MINE), rows((20, 1), content=MINE)
@@ -371,7 +381,8 @@ def test_what_is_given_back_later(space: AddressSpace, pool: PagePool, forget: b
 
 
 def test_jobs_are_carried_out_in_their_order(space: AddressSpace) -> None:
-    with hold(space.pool.driver, Call.CREATE) as held:
+    leave_own(space, (0, 8), (8, 2), (16, 1))
+    with hold(space.pool.driver, Call.MAP) as held:
         jobs = [ahead(space, (0, 8)), ahead(space, (8, 2))]
         held.wait_until_begun()
         jobs += [space.decommit_later(ranges((0, 10)), forget_content=False), ahead(space, (0, 1))]

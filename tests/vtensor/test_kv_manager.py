@@ -602,6 +602,7 @@ def test_a_shortage_waits_for_what_others_gave_up(device: str) -> None:
         other.alloc_reqid()
         other.step(lengths(other, s0=tokens_for(other, 6)))
         space = other._region.space
+        other._region.streams.finish()
         graveyard.bury([_Passed()], lambda: space.decommit(np.array([[0, 6]], np.int64), forget_content=True))
         slots = other._slots.arrays
         slots.state[0] = slots.high[:, 0] = slots.extent[:, 0] = 0
@@ -1437,13 +1438,6 @@ def test_churn_near_capacity_against_a_model(layout: dict[str, Any]) -> None:
 
 
 # -- a GPU ----------------------------------------------------------------------------------------------------------
-
-
-@pytest.fixture
-def gpu() -> str:
-    if not torch.cuda.is_available():
-        pytest.skip("torch sees no CUDA device")
-    return "cuda:0"
 
 
 @pytest.mark.gpu

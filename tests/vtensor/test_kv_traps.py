@@ -219,13 +219,6 @@ def test_lengths_that_are_too_few_are_not_read_beyond(device: str) -> None:
 # -- a GPU: 3, what is still being read; 4, graphs --------------------------------------------------------------------
 
 
-@pytest.fixture
-def gpu() -> str:
-    if not torch.cuda.is_available():
-        pytest.skip("torch sees no CUDA device")
-    return "cuda:0"
-
-
 TAKERS: dict[str, dict[str, Any]] = {
     "a step": {},
     "another cache": {},
