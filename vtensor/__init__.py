@@ -12,8 +12,9 @@ from vtensor.errors import (
     UnmappedAccessError,
     VTensorError,
 )
-from vtensor.factory import empty, empty_like, empty_strided, full, zeros, zeros_like
+from vtensor.factory import as_virtual, empty, empty_like, empty_strided, full, zeros, zeros_like
 from vtensor.kvcache import KVCacheConfig, KVCacheManager, KVCacheStats, LayerSpec, StepResult
+from vtensor.mode import virtual
 from vtensor.tensor import VirtualTensor
 
 __all__ = [
@@ -33,10 +34,12 @@ __all__ = [
     "UnmappedAccessError",
     "VTensorError",
     "VirtualTensor",
+    "as_virtual",
     "empty",
     "empty_like",
     "empty_strided",
     "full",
+    "virtual",
     "zeros",
     "zeros_like",
 ]

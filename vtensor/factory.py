@@ -14,10 +14,10 @@ import torch
 from vtensor.allocator.page_pool import PagePool
 from vtensor.devices import device_name, resolve_device
 from vtensor.errors import ReservationError
-from vtensor.region import Region
+from vtensor.region import Region, region_of
 from vtensor.tensor import OnTouch, VirtualTensor
 
-__all__ = ["empty", "empty_like", "empty_strided", "full", "zeros", "zeros_like"]
+__all__ = ["as_virtual", "empty", "empty_like", "empty_strided", "full", "reserve", "zeros", "zeros_like"]
 
 _MOST_ELEMENTS = 1 << 48  # a process has 2^47 bytes of addresses; beyond 2^63 torch cannot count
 _QUANTIZED = {torch.qint8, torch.quint8, torch.qint32, torch.quint4x2, torch.quint2x4}
@@ -58,8 +58,10 @@ def empty(
 ) -> VirtualTensor:
     """Reserve a tensor of any size: addresses now, memory where and when it is touched. It reads as zeros.
 
-    Operations commit the page groups that they read or write. An index tensor (``x[tensor]``, `embedding`) touches
-    the whole tensor that it indexes; slices and ints touch what they name.
+    Operations commit the page groups that they write to. What they read where nothing was ever written is zeros, which
+    cost no memory: on a CPU nothing at all, on a GPU a read-only mapping (some 30 us a page group, once). Slices, ints
+    and index tensors touch what they name; an index tensor on a GPU is read for that, which waits for the device. One
+    operation may read 1 TiB of zeros, and not more.
 
     Parameters
     ----------
@@ -68,7 +70,7 @@ def empty(
     dtype, device, layout, requires_grad, pin_memory, memory_format
         As for `torch.empty`. The device is a CPU or a CUDA device, the layout strided, and nothing is pinned.
     on_touch : {"commit", "raise"}
-        What an operation does that reads or writes where no memory is: commit it, or raise `UnmappedAccessError`.
+        Where no memory is: commit it for writes and show zeros to reads, or raise `UnmappedAccessError` for both.
     pool : PagePool, optional
         Where page groups come from. Default: one pool a device, without a fixed capacity.
     max_rows : int, optional
@@ -105,7 +107,7 @@ def empty(
     meta = torch.empty(
         shape if max_rows is None else (max_rows, *shape[1:]), dtype=dtype, device="meta", memory_format=memory_format
     )
-    tensor = _reserve(meta, device, on_touch, pool)
+    tensor = reserve(meta, device, on_touch, pool)
     if max_rows is not None:
         tensor._max_rows = max_rows
         tensor._set_rows(shape[0])
@@ -179,7 +181,7 @@ def empty_like(
     _check_options(input.layout if layout is None else layout, pin_memory)
     meta = torch.empty_strided(input.shape, input.stride(), dtype=input.dtype, device="meta")
     meta = torch.empty_like(meta, dtype=dtype, memory_format=memory_format)
-    tensor = _reserve(meta, input.device if device is None else device, on_touch, pool)
+    tensor = reserve(meta, input.device if device is None else device, on_touch, pool)
     return tensor.requires_grad_(requires_grad)  # type: ignore[return-value]
 
 
@@ -225,13 +227,58 @@ def empty_strided(
     if any(step < 0 for step in strides):
         raise ValueError(f"stride={strides}: none may be negative")
     meta = torch.empty_strided(shape, strides, dtype=dtype, device="meta")
-    return _reserve(meta, device, on_touch, pool).requires_grad_(requires_grad)  # type: ignore[return-value]
+    return reserve(meta, device, on_touch, pool).requires_grad_(requires_grad)  # type: ignore[return-value]
 
 
-def _reserve(
+def as_virtual(tensor: torch.Tensor, *, on_touch: OnTouch | None = None) -> VirtualTensor:
+    """A virtual tensor over the memory of a tensor that lies in reserved addresses: the same memory, watched again.
+
+    Parameters
+    ----------
+    tensor : Tensor
+        Plain or virtual: a `plain` one, a layer of a cache, or what came back from DLPack or NumPy over such memory.
+    on_touch : {"commit", "raise"}, optional
+        As for `empty`. Default: "commit", or "raise" in a KV cache, where only `step` commits.
+
+    Returns
+    -------
+    VirtualTensor
+        Of the same shape and strides, detached.
+
+    Raises
+    ------
+    ValueError
+        The tensor lies in other memory, or ``on_touch="commit"`` is not for it.
+
+    Examples
+    --------
+    >>> import vtensor as vt
+    >>> x = vt.empty(1 << 40, device="cpu")
+    >>> y = vt.as_virtual(x[5:].plain())
+    >>> y.reserved_bytes == x.reserved_bytes, y[:3].tolist()
+    (True, [0.0, 0.0, 0.0])
+    """
+    if not isinstance(tensor, torch.Tensor) or tensor.layout is not torch.strided:
+        raise ValueError(f"{type(tensor).__name__} is no strided tensor, which alone can lie in reserved addresses")
+    region = region_of(tensor)
+    if region is None:
+        raise ValueError(
+            f"a tensor of shape {tuple(tensor.shape)} on {tensor.device} lies in memory that is not vtensor's; copy it "
+            "into one from vtensor.empty(...)"
+        )
+    if on_touch is None:
+        on_touch = "raise" if region.owner else "commit"
+    if on_touch not in get_args(OnTouch) or (region.owner and on_touch != "raise"):
+        allowed = ("raise",) if region.owner else get_args(OnTouch)
+        raise ValueError(f"on_touch={on_touch!r} must be one of {allowed} for this memory")
+    plain = tensor.plain() if isinstance(tensor, VirtualTensor) else tensor
+    return VirtualTensor.wrap(plain.detach(), region, on_touch)
+
+
+def reserve(
     meta: torch.Tensor, device: torch.device | str | None, on_touch: OnTouch, pool: PagePool | None
 ) -> VirtualTensor:
-    """Addresses for a tensor of this shape, these strides and this dtype."""
+    """Addresses for a tensor of this shape, these strides and this dtype, and nothing else of it."""
     if on_touch not in get_args(OnTouch):
         raise ValueError(f"on_touch={on_touch!r} must be one of {get_args(OnTouch)}")
     if meta.dtype in _QUANTIZED:

@@ -174,13 +174,18 @@ def indexed_ranges(
     IndexError
         An index out of range, of a tensor on a GPU, whose kernels would end every later call with an error.
     """
-    names, find = _OPERATORS[func._schema.name]
-    values = []
-    for name in names:
+
+    def value_of(name: str) -> Any:
         position = _positions(func).get(name, len(args))
-        values.append(args[position] if position < len(args) else kwargs.get(name))
+        return args[position] if position < len(args) else kwargs.get(name)
+
+    names, find = _OPERATORS[func._schema.name]
     tensor = args[0]
-    parts = find(tensor, *values)
+    if value_of("reduce") == "mean":
+        return None  # it divides everything
+    if tensor.device.type != "cpu" and not tensor.is_contiguous():
+        return None  # some kernels work on a contiguous copy, and copy all of it back
+    parts = find(tensor, *(value_of(name) for name in names))
     if parts is None:
         return None
     offsets, shape, strides = parts

@@ -23,7 +23,7 @@ from vtensor.streams import DeviceEvent, StreamUse, check_not_capturing, is_capt
 from vtensor.units import format_bytes
 from vtensor.unpicklable import Unpicklable
 
-__all__ = ["READ_LIMIT_BYTES", "Region"]
+__all__ = ["READ_LIMIT_BYTES", "Region", "region_of"]
 
 READ_LIMIT_BYTES = 1 << 40
 """Zeros that one operation may read where nothing was written. 1 TiB takes a host minutes, and 2 GiB of page tables."""
@@ -31,6 +31,20 @@ READ_LIMIT_BYTES = 1 << 40
 # Held while an operation is given to the device that reads zeros shown by an alias, and while memory takes the place of
 # such an alias. One for all regions, since an operation may read several.
 _shown_lock = threading.RLock()
+
+
+# By first address: regions that are kept by who made them, and those that are there for their views only.
+_owned: weakref.WeakValueDictionary[int, Region] = weakref.WeakValueDictionary()
+_viewed: dict[int, Region] = {}
+
+
+def region_of(tensor: torch.Tensor) -> Region | None:
+    """The region in which a tensor's memory lies, None where that is not ours."""
+    address = tensor.data_ptr()
+    for region in (*_viewed.copy().values(), *_owned.values()):  # a copy: the garbage collector may take some away
+        if region.device == tensor.device and 0 <= address - region.space.base < region.space.size_bytes:
+            return region
+    return None
 
 
 def _forget() -> None:
@@ -74,6 +88,7 @@ class Region(Unpicklable):
         # In the mapper's stream, after all that was asked for ahead until then: how often that was, and the event.
         self._mapper_mark: tuple[int, DeviceEvent] | None = None
         self._zero_calls_seen = 0  # of the pool's, when the mapper's stream was last found idle
+        _owned[self.space.base] = self
         storage = torch._C._construct_storage_from_data_pointer(self.space.base, device, self.space.size_bytes)
         self._release = weakref.finalize(storage, _bury, self.space, self.streams, self.process_id)
         self._release.atexit = False  # at exit the process takes everything down at once
@@ -95,6 +110,8 @@ class Region(Unpicklable):
 
     def drop(self) -> None:
         """Let go of the storage; the memory goes back once no view is left and the device has finished."""
+        if self._release.alive:
+            _viewed[self.space.base] = self
         self._bytes = None
 
     def try_commit(self, ranges: npt.NDArray[np.int64]) -> tuple[int, int]:
@@ -321,6 +338,7 @@ class Region(Unpicklable):
 
 def _bury(space: AddressSpace, streams: StreamUse, process_id: int) -> None:
     """Give up the memory of a dead storage as soon as the device has finished with it."""
+    _viewed.pop(space.base, None)
     if os.getpid() != process_id:
         return  # a forked child must not touch the parent's memory
     with interrupts_held():

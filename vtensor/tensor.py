@@ -66,12 +66,14 @@ _TENSOR_DATA: Any = torch.Tensor.data
 class VirtualTensor(torch.Tensor):
     """A tensor whose addresses are reserved at once and whose memory is mapped on demand.
 
-    It is an ordinary strided tensor, which kernels take as it is. Before an operation reads or writes it, the page
-    groups that the operation may touch are committed (``on_touch="commit"``; they read as zeros), or the operation is
-    refused with `UnmappedAccessError` if one is missing (``on_touch="raise"``). Views are virtual too; results of
-    arithmetic are plain tensors. A raw pointer taken with `data_ptr` is not watched: `commit` first.
+    It is an ordinary strided tensor, which kernels take as it is. Before an operation writes to it, the page groups
+    that the operation may touch are committed; what an operation reads where none are is zeros
+    (``on_touch="commit"``). Or the operation is refused with `UnmappedAccessError` if one is missing
+    (``on_touch="raise"``). Views are virtual too; results of arithmetic are plain tensors. Operators that are not
+    torch's own may write to all that they get, and so may who takes a view with `numpy` or DLPack: what they are given
+    is committed. A raw pointer taken with `data_ptr` is not watched: `commit` first.
 
-    Made by `vtensor.empty` and by `KVCacheManager.layer`, never by its constructor.
+    Made by `vtensor.empty` and its like, `vtensor.as_virtual` and `KVCacheManager.layer`, never by its constructor.
     """
 
     _region: Region | None = None

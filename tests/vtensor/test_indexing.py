@@ -83,11 +83,27 @@ def test_what_indices_name_is_committed(name: str, device: str) -> None:
     x, dense = rows_of_a_page_group(device), torch.zeros(NUM_ROWS, 2, page(device) // 8, device=device)
     for tensor in (x, dense):
         WRITES[name](tensor, on(tensor))
-    written = dense.flatten(1).any(1)
-    assert x.residency().tolist() == written.tolist()
+    written = dense.flatten(1).any(1).tolist()
+    if device != "cpu" and name in ("of steps", "transposed", "put_ transposed"):
+        assert (x.residency() >= written).all()  # kernels may work on a contiguous copy
+    else:
+        assert x.residency().tolist() == written
     assert torch.equal(x, dense)
     if name not in ("nothing", "empty mask"):
-        assert written.any()
+        assert any(written)
+
+
+@pytest.mark.parametrize("operation", ["scatter_reduce_", "index_reduce_"])
+def test_a_mean_divides_everything(operation: str, device: str) -> None:
+    x, dense = rows_of_a_page_group(device), torch.zeros(NUM_ROWS, 2, page(device) // 8, device=device)
+    for tensor in (x, dense):
+        index, ones = on(tensor)(ints(3)), tensor.new_ones(1, *tensor.shape[1:])
+        if operation == "index_reduce_":
+            tensor.index_reduce_(0, index, ones, "mean")
+        else:
+            tensor.scatter_reduce_(0, index.view(1, 1, 1).expand(ones.shape), ones, reduce="mean")
+    assert torch.equal(x, dense)
+    assert x[3].unique().tolist() == [0.5]
 
 
 @pytest.mark.parametrize("name", READS)

@@ -22,7 +22,6 @@ opinfo: Any = pytest.importorskip("torch.testing._internal.common_methods_invoca
 
 NUM_SAMPLES = 5
 REASONS = {
-    "tensor_split": "reads an index tensor behind torch's dispatcher, where nobody can see to its memory",
     "resize_": "refused: the storage never moves",
     "resize_as_": "refused: the storage never moves",
     "empty": "has no values",
