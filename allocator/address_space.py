@@ -568,8 +568,7 @@ def _take_down(pool: PagePool, arrays: SpaceArrays, reservation: Reservation, jo
         _check_outcome(pool, outcome)
     reservation.close()
     pool.count_call(Call.FREE)
-    if not pool.closed and not pool.keeps_free_page_groups:
-        pool.trim()
+    pool.trim_unless_kept()
 
 
 def _give_up(pool: PagePool, arrays: SpaceArrays, reservation: Reservation, jobs: list[Job], process_id: int) -> None:

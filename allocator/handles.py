@@ -219,12 +219,16 @@ def _drop_zeros(pool: PoolArrays) -> None:
 
 
 @compiled
-def release_free(pool: PoolArrays, outcome: Int64) -> None:
-    """Give all free handles back to the device. Takes a turn. The outcome tells of the first one that failed."""
+def release_free(pool: PoolArrays, with_zeros: bool, outcome: Int64) -> None:
+    """Give all free handles back to the device. Takes a turn. The outcome tells of the first one that failed.
+
+    `with_zeros`: also the page group of zeros, where nobody shows it.
+    """
     take_turn(pool)
     outcome[:] = 0
     total_before = pool.header[NUM_TOTAL] - (pool.header[ZEROS_GROUP] != 0)
-    _drop_zeros(pool)
+    if with_zeros:
+        _drop_zeros(pool)
     for size_class in range(len(pool.classes) // CLASS_WORDS):
         start = size_class << pool.constants[CLASS_SHIFT]
         number = pool.classes[size_class * CLASS_WORDS + NUM_FREE_HANDLES]

@@ -213,10 +213,18 @@ class PagePool(Unpicklable):
         int
             Bytes given back.
         """
+        return self._trim(with_zeros=True)
+
+    def trim_unless_kept(self) -> None:
+        """After something was unmapped: `trim`, unless free memory stays in the pool. The page group of zeros stays."""
+        if not self.closed and not self.keeps_free_page_groups:
+            self._trim(with_zeros=False)
+
+    def _trim(self, *, with_zeros: bool) -> int:
         self.driver.check_process()  # before the lock, which a thread of the parent may have held
         with self._lock:
             self.check_open()
-            outcome = _release_free(self._native, self.arrays)
+            outcome = _release_free(self._native, self.arrays, with_zeros=with_zeros)
             self.driver.check(Call.RELEASE, int(outcome[words.CODE]), "free page groups")
             return int(outcome[words.NUM_CHANGED]) * self.page_group_bytes
 
@@ -324,10 +332,10 @@ class PagePool(Unpicklable):
             self.driver.check(Call.RELEASE, int(outcome[words.CODE]), "free page groups")
 
 
-def _release_free(native: Any, arrays: PoolArrays) -> npt.NDArray[np.int64]:
+def _release_free(native: Any, arrays: PoolArrays, *, with_zeros: bool = True) -> npt.NDArray[np.int64]:
     """Give all free page groups back to the device; what became of that."""
     outcome = np.zeros(words.OUTCOME_WORDS, np.int64)
-    native.release_free(arrays, outcome)
+    native.release_free(arrays, with_zeros, outcome)
     return outcome
 
 

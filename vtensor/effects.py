@@ -40,6 +40,7 @@ _METADATA_OPERATORS = {
     "aten::zeros_like",
 }
 _VIEW_OPERATORS = {"aten::unsafe_split", "aten::unsafe_split_with_sizes", "aten::_unsafe_view"}  # not in their schemas
+_KEEPERS = ("aten::sparse_", "aten::_sparse_")
 _WRITTEN_UNSAID = {"running_mean", "running_var"}  # of batch norm, by operators whose schemas do not say so
 _REFUSED_OPERATORS = {"aten::resize_", "aten::resize_as_", "aten::set_", "aten::record_stream"}
 
@@ -68,10 +69,10 @@ def effect_of(func: Any) -> Effect:
 def written_arguments(func: Any) -> tuple[frozenset[int], frozenset[str]]:
     """The arguments that an operator may write to: their positions, and their names.
 
-    As its schema says, which torch's own operators keep to, but for running statistics. Of operators from elsewhere
-    one cannot be sure: they may write to all.
+    As its schema says, which torch's own operators keep to, but for running statistics, and for sparse tensors, which
+    keep the memory that they are made of. Of operators from elsewhere one cannot be sure: they may write to all.
     """
-    is_torchs = func.namespace in ("aten", "prims")
+    is_torchs = func.namespace in ("aten", "prims") and not func._schema.name.startswith(_KEEPERS)
     written = [
         (index, argument.name)
         for index, argument in enumerate(func._schema.arguments)

@@ -61,7 +61,7 @@ def empty(
     Operations commit the page groups that they write to. What they read where nothing was ever written is zeros, which
     cost no memory: on a CPU nothing at all, on a GPU a read-only mapping (some 30 us a page group, once). Slices, ints
     and index tensors touch what they name; an index tensor on a GPU is read for that, which waits for the device. One
-    operation may read 1 TiB of zeros, and not more.
+    operation may read 1 TiB of zeros of a tensor, and not more.
 
     Parameters
     ----------

@@ -87,6 +87,8 @@ def _by_indices(tensor: torch.Tensor, indices: Sequence[torch.Tensor | None]) ->
     if len(values) > tensor.dim():
         return np.empty(0, np.int64), (), ()
     values.extend([None] * (tensor.dim() - len(values)))
+    if all(value is None for value in values):
+        return None
     given = [(dim, value) for dim, value in enumerate(values) if value is not None]
     try:
         arrays = np.broadcast_arrays(*(value for _, value in given))
@@ -149,6 +151,27 @@ def is_indexed(func: Any) -> bool:
     return func._schema.name in _OPERATORS
 
 
+def _is_exact_on_gpus(func: Any, tensor: torch.Tensor, value_of: Callable[[str], Any]) -> bool:
+    """Whether a GPU's kernels touch nothing but what the indices name.
+
+    Some work on a contiguous copy, all of which they copy back; one mask is a `masked_fill_`, which stores everywhere.
+    """
+    if not tensor.is_contiguous():
+        return False
+    if func._schema.name.removesuffix("_") not in ("aten::index_put", "aten::_index_put_impl"):
+        return not (
+            func._schema.is_mutable and (value_of("accumulate") or torch.are_deterministic_algorithms_enabled())
+        )
+    indices = value_of("indices")
+    return not (
+        value_of("accumulate")
+        or torch.are_deterministic_algorithms_enabled()
+        or not indices
+        or indices[0] is None
+        or any(index is not None and index.dtype in (torch.bool, torch.uint8) for index in indices)
+    )
+
+
 def indexed_ranges(
     func: Any, args: tuple[Any, ...], kwargs: dict[str, Any], page_group_bytes: int
 ) -> npt.NDArray[np.int64] | None:
@@ -183,8 +206,8 @@ def indexed_ranges(
     tensor = args[0]
     if value_of("reduce") == "mean":
         return None  # it divides everything
-    if tensor.device.type != "cpu" and not tensor.is_contiguous():
-        return None  # some kernels work on a contiguous copy, and copy all of it back
+    if tensor.device.type != "cpu" and not _is_exact_on_gpus(func, tensor, value_of):
+        return None
     parts = find(tensor, *(value_of(name) for name in names))
     if parts is None:
         return None

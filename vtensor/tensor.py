@@ -137,7 +137,9 @@ class VirtualTensor(torch.Tensor):
         if os.getpid() != region.process_id:
             region.space.check_open()
         if region.space.has_readable_holes:
-            if self.numel() * self.element_size() > READ_LIMIT_BYTES:
+            if region.data_bytes > READ_LIMIT_BYTES and (
+                self.numel() * self.element_size() > READ_LIMIT_BYTES or not self.is_contiguous()
+            ):
                 region.check_read(self._footprint(select), _named(operation, self))
             return False
         has_shown = False

@@ -91,6 +91,29 @@ def test_reading_costs_nothing(name: str, pool: vt.PagePool) -> None:
     pool.check_integrity()
 
 
+def test_in_the_pool_of_all(device: str, way: str) -> None:
+    # Which keeps no free page groups, and yet those zeros that are shown.
+    for _ in range(2):
+        x: Any = vt.empty(4, page(device), dtype=torch.uint8, device=device)
+        assert not x.any()
+        x[1] = 3
+        assert x.sum(1).tolist() == [0, 3 * page(device), 0, 0]
+        assert x.resident_bytes == page(device)
+        del x
+        gc.collect()
+
+
+@pytest.mark.parametrize("device", ["cpu"], indirect=True)
+def test_sparse_tensors_keep_what_they_are_made_of(device: str, way: str) -> None:
+    values, index = vt.zeros(4, 4, device="cpu"), vt.zeros(1, 1, dtype=torch.int64, device="cpu")
+    sparse = torch.sparse_coo_tensor(torch.arange(4)[None], values, is_coalesced=True)
+    sparse._values().add_(1)
+    assert values.sum() == 16
+    sparse = torch.sparse_coo_tensor(index, torch.ones(1), (4,), is_coalesced=True)
+    sparse._indices().add_(1)
+    assert sparse.to_dense().tolist() == [0, 1, 0, 0]
+
+
 def test_writing_takes_the_place_of_zeros(pool: vt.PagePool) -> None:
     x = rows(pool)
     for written in range(4):  # the pool has no more
@@ -187,6 +210,8 @@ def test_a_limit_of_zeros(pool: vt.PagePool, monkeypatch: pytest.MonkeyPatch) ->
     with pytest.raises(vt.UnmappedAccessError, match=r"would read .* of zeros.* Read a part of it"):
         x.sum()
     assert x[:4].sum() == 0
+    with pytest.raises(vt.UnmappedAccessError, match="would read"):
+        x[:, :1].sum()  # few bytes, but so many page groups
     x[:4] = 1
     assert x[:, 0].sum() == 4
     assert (x[2:] + 0).sum() == 2 * pool.page_group_bytes
