@@ -158,14 +158,12 @@ def _is_exact_on_gpus(func: Any, tensor: torch.Tensor, value_of: Callable[[str],
     """
     if not tensor.is_contiguous():
         return False
-    if func._schema.name.removesuffix("_") not in ("aten::index_put", "aten::_index_put_impl"):
-        return not (
-            func._schema.is_mutable and (value_of("accumulate") or torch.are_deterministic_algorithms_enabled())
-        )
+    by_sorting = bool(value_of("accumulate")) or torch.are_deterministic_algorithms_enabled()
+    if func._schema.name not in ("aten::index_put_", "aten::_index_put_impl_"):
+        return not (func._schema.is_mutable and by_sorting)
     indices = value_of("indices")
     return not (
-        value_of("accumulate")
-        or torch.are_deterministic_algorithms_enabled()
+        by_sorting
         or not indices
         or indices[0] is None
         or any(index is not None and index.dtype in (torch.bool, torch.uint8) for index in indices)

@@ -26,7 +26,7 @@ from vtensor.unpicklable import Unpicklable
 __all__ = ["READ_LIMIT_BYTES", "Region", "region_of"]
 
 READ_LIMIT_BYTES = 1 << 40
-"""Zeros that one operation may read of a tensor where nothing was written. 1 TiB takes a host minutes, and 2 GiB of page tables."""
+"""Zeros that one operation may read of a tensor. On a host 1 TiB takes minutes, and 2 GiB of page tables."""
 
 # Held while an operation is given to the device that reads zeros shown by an alias, and while memory takes the place of
 # such an alias. One for all regions, since an operation may read several.

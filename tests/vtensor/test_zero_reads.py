@@ -16,6 +16,7 @@ import torch
 import vtensor as vt
 from tests.helpers.faults import BROKEN, fail
 from tests.helpers.threads import Background
+from vtensor import factory
 from vtensor.allocator.driver import Call, Driver, get_driver
 from vtensor.allocator.driver.host import HostDriver
 
@@ -35,6 +36,8 @@ def way(request: pytest.FixtureRequest, device: str, monkeypatch: pytest.MonkeyP
         pytest.skip("a GPU has no readable holes")
     yield request.param
     gc.collect()
+    for pool in factory._pools.values():
+        pool.trim()  # of the zeros
 
 
 @pytest.fixture
