@@ -17,12 +17,14 @@ from tests.helpers.child import in_child, in_interpreter
 from tests.helpers.faults import BROKEN, fail, hold, record
 from tests.helpers.memory import fill_place, handles, place_value, ranges, rows
 from tests.helpers.threads import Background, in_threads, wait_until
+from vtensor.allocator import handles as handles_module
 from vtensor.allocator import mapper as mapper_module
 from vtensor.allocator import mapper_native, plan, words
 from vtensor.allocator.address_space import AddressSpace, Shortage
 from vtensor.allocator.driver import Call, get_driver
 from vtensor.allocator.driver.base import OUT_OF_MEMORY
 from vtensor.allocator.mapper import Job, Mapper, StandingJob, get_mapper
+from vtensor.allocator.native import packed
 from vtensor.allocator.page_pool import PagePool
 from vtensor.errors import ClosedError, DriverError, ForkedError, VTensorError
 
@@ -819,6 +821,30 @@ def test_what_is_not_ready_is_left_to_a_commit(spoil: Callable[..., None], make_
         assert commit_ready(space, (0, 3), (3, 5)) == 0
     assert (len(calls), table(space)) == (0, before)
     assert commit_ready(space, (4, 4)) == 4
+
+
+def test_what_is_plainly_not_ready_takes_no_turn(space: AddressSpace, pool: PagePool) -> None:
+    # Who is about to commit anyway would otherwise wait for the mapper twice.
+    found: list[int] = []
+    with hold(pool.driver, Call.CREATE) as held:
+        ahead(space, (0, 4))
+        held.wait_until_begun()
+        asking = Background(lambda: found.extend((commit_ready(space, (8, 1)), commit_ready(space, (0, 1)))))
+        wait_until(lambda: not asking.is_running)
+        held.release()
+    asking.join()
+    assert found == [0, 0]
+
+
+def test_packed_arrays_are_found_again(space: AddressSpace, pool: PagePool) -> None:
+    for arrays, unpack in ((pool.arrays, handles_module.pool_at), (space.arrays, plan.space_at)):
+        found = unpack(packed(arrays))
+        for name, value in arrays._asdict().items():
+            other = getattr(found, name)
+            if isinstance(value, int):
+                assert other == value
+            else:
+                assert (other.ctypes.data, other.shape, other.dtype) == (value.ctypes.data, value.shape, value.dtype)
 
 
 def test_what_may_still_be_zeroed_is_left_to_a_commit(space: AddressSpace, pool: PagePool) -> None:
