@@ -161,8 +161,8 @@ def _max_mappings(page_group_bytes: int) -> Check:
         "max_map_count",
         "ok" if value >= _DEFAULT_MAX_MAPPINGS else "limited",
         f"{value:,}",
-        f"{format_bytes(value * page_group_bytes)} in page groups of {format_bytes(page_group_bytes)} if none are "
-        "neighbours; larger page groups reach further, as does raising it with sysctl",
+        f"{format_bytes(value // 2 * page_group_bytes)} in page groups of {format_bytes(page_group_bytes)} if none are "
+        "neighbours (each has a hole beside it); larger page groups reach further, as does raising it with sysctl",
     )
 
 
