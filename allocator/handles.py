@@ -245,14 +245,17 @@ def release_free(pool: PoolArrays, with_zeros: bool, outcome: Int64) -> None:
 
 @compiled
 def shut(pool: PoolArrays) -> int:
-    """Let nothing be taken from now on, if nothing is mapped; the number of page groups that are. Takes a turn."""
+    """Let nothing be taken from now on, if nothing is mapped; the number of page groups that are. Takes a turn.
+
+    Zeros that somebody shows count as one.
+    """
     take_turn(pool)
     _drop_zeros(pool)
-    num_mapped = pool.header[NUM_TOTAL] - pool.header[NUM_FREE] - (pool.header[ZEROS_GROUP] != 0)
-    if num_mapped == 0 and pool.header[ZEROS_GROUP] == 0:
+    num_mapped = int(pool.header[NUM_TOTAL] - pool.header[NUM_FREE])
+    if num_mapped == 0:
         pool.header[CAPACITY] = 0
     end_turn(pool)
-    return num_mapped  # type: ignore[no-any-return]
+    return num_mapped
 
 
 @compiled
@@ -281,7 +284,7 @@ def top_of_free(pool: PoolArrays, size_class: int) -> int:
     number = pool.classes[size_class * CLASS_WORDS + NUM_FREE_HANDLES]
     if number == 0:
         return -1
-    return pool.free[(size_class << pool.constants[CLASS_SHIFT]) + number - 1]  # type: ignore[no-any-return]
+    return int(pool.free[(size_class << pool.constants[CLASS_SHIFT]) + number - 1])
 
 
 @compiled

@@ -19,7 +19,7 @@ from vtensor.allocator import native
 from vtensor.allocator.address_space import AddressSpace, Shortage
 from vtensor.allocator.driver import Call, Driver
 from vtensor.allocator.page_pool import PagePool
-from vtensor.errors import ClosedError, DriverError, ReservationError
+from vtensor.errors import ClosedError, DriverError, ReservationError, VTensorError
 
 MakePool = Callable[..., PagePool]
 MakeSpace = Callable[..., AddressSpace]
@@ -598,6 +598,18 @@ def test_zeros_come_on_top_of_the_capacity_and_go_with_trim(make_pool: MakePool)
     assert sum(pool.stats().num_handles.values()) == 4
     with pytest.raises(Shortage):
         full.commit(ranges((0, 5)), content=MINE)
+
+
+def test_a_pool_whose_zeros_are_shown_is_not_closed(make_pool: MakePool) -> None:
+    pool = make_pool(4)
+    space = AddressSpace(pool, 8 * pool.page_group_bytes)
+    space.show_zeros(ranges((2, 3)))
+    with pytest.raises(VTensorError, match="still has 1 mapped page groups"):
+        pool.close()
+    assert [place_value(space, place) for place in (2, 4)] == [0, 0]
+    assert space.commit(ranges((6, 2)), content=MINE) == 2
+    space.close()
+    pool.close()
 
 
 @pytest.mark.parametrize("size_classes", [1, 3])
