@@ -196,17 +196,12 @@ class AddressSpace(Unpicklable):
 
         With `in_service` only of those that have memory of their own, in service.
         """
-        runs = []
-        for first, count in ranges[:, :2].tolist():
-            table = self.arrays.table[first : first + count]
-            held = table != 0
-            if in_service:
-                held = (table > 0) & (self.arrays.access[first : first + count] != SHOWS_ZEROS)
-            places = np.flatnonzero(held) + first
-            for run in np.split(places, np.flatnonzero(np.diff(places) > 1) + 1):
-                if len(run):
-                    runs.append((int(run[0]), len(run)))
-        return runs
+        table = self.arrays.table
+        return _runs(ranges, self.have_memory if in_service else lambda first, end: table[first:end] != 0)
+
+    def have_memory(self, first: int, end: int) -> npt.NDArray[np.bool_]:
+        """For each place from `first` to `end`, whether it has memory of its own, in service."""
+        return np.asarray((self.arrays.table[first:end] > 0) & (self.arrays.access[first:end] != SHOWS_ZEROS))
 
     def count_missing(self, ranges: Ranges, *, with_shown: bool = True) -> int:
         """Places that are not in service in ranges of places, rows of (first, count); or that show zeros.
@@ -372,13 +367,10 @@ class AddressSpace(Unpicklable):
             space.close()
 
     def shown_ranges(self, ranges: Ranges) -> Ranges:
-        """The places in the ranges that show zeros, as ranges."""
-        runs = [np.empty((0, 2), np.int64)]
-        if self.num_shown:
-            for first, count in ranges[:, :2].tolist():
-                places = np.flatnonzero(self.arrays.access[first : first + count] == SHOWS_ZEROS) + first
-                runs.append(np.stack([places, np.ones_like(places)], axis=1))
-        return np.concatenate(runs)
+        """Maximal runs of places that show zeros within each of the ranges, as ranges."""
+        access = self.arrays.access
+        runs = _runs(ranges, lambda first, end: access[first:end] == SHOWS_ZEROS) if self.num_shown else []
+        return np.array(runs, np.int64).reshape(-1, 2)
 
     def withdraw(self, ranges: Ranges) -> None:
         """Take places in ranges out of service, as if they were mapped ahead only."""
@@ -523,6 +515,17 @@ def _check_outcome(pool: PagePool, outcome: npt.NDArray[np.int64]) -> None:
         if stuck:
             detail = f"undoing failed as well: {stuck} page groups are not where they were"
         pool.driver.check(Call(int(outcome[FAILED_CALL])), int(outcome[CODE]), detail)
+
+
+def _runs(ranges: Ranges, are_meant: Callable[[int, int], npt.NDArray[np.bool_]]) -> list[tuple[int, int]]:
+    """Maximal runs within each range of the places that are meant: (first place, number)."""
+    runs = []
+    for first, count in ranges[:, :2].tolist():
+        places = np.flatnonzero(are_meant(first, first + count)) + first
+        for run in np.split(places, np.flatnonzero(np.diff(places) > 1) + 1):
+            if len(run):
+                runs.append((int(run[0]), len(run)))
+    return runs
 
 
 def _as_rows(ranges: Ranges, content: int = 0) -> Ranges:

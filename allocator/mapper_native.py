@@ -101,9 +101,9 @@ def _enqueue(queue: Int64, job: Int64) -> None:
 def is_free(queue: Int64, job: Int64) -> bool:
     """Whether a standing job can be handed over again: it has done all its ranges."""
     lock(queue.ctypes.data)
-    free = job[IS_DONE] != 0 and job[NUM_DONE] == job[NUM_RANGES]
+    free = bool(job[IS_DONE] != 0 and job[NUM_DONE] == job[NUM_RANGES])
     unlock(queue.ctypes.data)
-    return free  # type: ignore[no-any-return]
+    return free
 
 
 @compiled

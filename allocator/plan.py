@@ -692,11 +692,11 @@ def show_zeros(pool: PoolArrays, space: SpaceArrays, ranges: Int64, outcome: Int
     """
     take_turn(pool)
     outcome[:] = 0
-    zeros = pool.header[ZEROS_GROUP] - 1
+    zeros = int(pool.header[ZEROS_GROUP] - 1)
     if zeros >= 0:
         _show_zeros(pool, space, ranges, zeros, outcome)
     end_turn(pool)
-    return zeros >= 0  # type: ignore[no-any-return]
+    return zeros >= 0
 
 
 @compiled

@@ -17,7 +17,7 @@ from vtensor.errors import ReservationError
 from vtensor.region import Region, region_of
 from vtensor.tensor import OnTouch, VirtualTensor
 
-__all__ = ["as_virtual", "empty", "empty_like", "empty_strided", "full", "reserve", "zeros", "zeros_like"]
+__all__ = ["as_virtual", "empty", "empty_like", "empty_strided", "full", "is_zero", "reserve", "zeros", "zeros_like"]
 
 _MOST_ELEMENTS = 1 << 48  # a process has 2^47 bytes of addresses; beyond 2^63 torch cannot count
 _QUANTIZED = {torch.qint8, torch.quint8, torch.qint32, torch.quint4x2, torch.quint2x4}
@@ -148,9 +148,14 @@ def full(size: Sequence[int], fill_value: complex, *, requires_grad: bool = Fals
     shape = _shape((size,))
     dtype = torch.full((), fill_value, dtype=options.pop("dtype", None), device="meta").dtype
     tensor = empty(*shape, dtype=dtype, **options)
-    if fill_value != 0 or str(fill_value).startswith("-"):  # -0.0 is not all zero bits
+    if not is_zero(fill_value):
         tensor.fill_(fill_value)
     return tensor.requires_grad_(requires_grad)  # type: ignore[return-value]
+
+
+def is_zero(fill_value: complex) -> bool:
+    """Whether a fill value is all zero bits, which -0.0 is not."""
+    return fill_value == 0 and "-" not in str(fill_value)
 
 
 def empty_like(

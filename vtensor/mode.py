@@ -8,7 +8,7 @@ import torch
 from torch.overrides import TorchFunctionMode
 
 from vtensor.allocator.page_pool import PagePool
-from vtensor.factory import reserve
+from vtensor.factory import is_zero, reserve
 from vtensor.tensor import OnTouch
 from vtensor.units import MIB
 
@@ -110,4 +110,4 @@ def _is_zero(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> bool:
     """Whether a filled tensor is all zero bits."""
     position = 2 if func is torch.Tensor.new_full else 1
     value = args[position] if len(args) > position else kwargs.get("fill_value")
-    return isinstance(value, bool | int | float) and value == 0 and not str(value).startswith("-")
+    return isinstance(value, bool | int | float) and is_zero(value)

@@ -6,6 +6,7 @@ import os
 import threading
 import weakref
 from collections.abc import Callable
+from contextlib import nullcontext
 from functools import cached_property
 
 import numpy as np
@@ -14,7 +15,7 @@ import torch
 
 from vtensor.allocator import graveyard
 from vtensor.allocator.address_space import AddressSpace, Shortage, out_of_pages
-from vtensor.allocator.mapper import Job, get_mapper
+from vtensor.allocator.mapper import get_mapper
 from vtensor.allocator.page_pool import PagePool
 from vtensor.allocator.words import NUM_READY, NUM_ZEROED, ZERO_CALLS
 from vtensor.errors import ClosedError, UnmappedAccessError
@@ -150,9 +151,7 @@ class Region(Unpicklable):
             Not enough page groups; nothing was changed.
         """
         check_not_capturing(self.device, f"committing memory for {what}")
-        if self.space.has_readable_holes:
-            return self._insist(lambda: self.try_commit(ranges)[0], what)
-        with _shown_lock:
+        with nullcontext() if self.space.has_readable_holes else _shown_lock:
             shown = self.space.shown_ranges(ranges)
             if len(shown):
                 self.streams.finish()
@@ -273,10 +272,6 @@ class Region(Unpicklable):
         """Wait for that oneself."""
         if self.device.type == "cuda":
             DeviceEvent(self._mapper_stream).synchronize()
-
-    def commit_ahead(self, ranges: npt.NDArray[np.int64]) -> Job:
-        """Have places mapped ahead, as `AddressSpace.commit_ahead`."""
-        return self.space.commit_ahead(ranges)
 
     def has_mapper_zeroed(self) -> bool:
         """Whether the mapper is at nothing of this region, and has zeroed what it mapped for it."""

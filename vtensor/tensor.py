@@ -14,7 +14,6 @@ import numpy as np
 import numpy.typing as npt
 import torch
 
-from vtensor.allocator.words import SHOWS_ZEROS
 from vtensor.effects import Effect, effect_of, out_names, written_arguments
 from vtensor.errors import UnmappedAccessError, VTensorError
 from vtensor.footprint import covered, footprint
@@ -303,11 +302,8 @@ class VirtualTensor(torch.Tensor):
         """For each page group of this view, in ascending order of addresses, whether it has memory."""
         if self._region is None:
             return np.empty(0, bool)
-        space, parts = self._region.space, [np.empty(0, bool)]
-        for first, count in self._footprint():
-            held, access = space.arrays.table[first : first + count], space.arrays.access[first : first + count]
-            parts.append((held > 0) & (access != SHOWS_ZEROS))
-        return np.concatenate(parts)
+        parts = [self._region.space.have_memory(first, first + count) for first, count in self._footprint()]
+        return np.concatenate(parts) if parts else np.empty(0, bool)
 
     def record_stream(self, stream: Any) -> None:
         """Declare that a stream uses this memory: it is not unmapped before that stream has finished with it."""

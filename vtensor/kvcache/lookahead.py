@@ -109,4 +109,4 @@ class LookAhead:
 
     def _submit(self, ranges: Int64) -> None:
         if len(ranges):
-            self._jobs.append(self._region.commit_ahead(ranges))
+            self._jobs.append(self._region.space.commit_ahead(ranges))
