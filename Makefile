@@ -34,7 +34,7 @@ test: lint types unit notebooks ## all that a machine without a GPU can check
 # One thread each: the models of the tests are so small that threads spend their time waiting for each other.
 .PHONY: unit
 unit: setup ## tests that need no GPU, doctests among them
-	OMP_NUM_THREADS=1 $(PYTEST) -m "not gpu and not slow"
+	OMP_NUM_THREADS=1 $(PYTEST) -n auto --maxprocesses 4 -m "not gpu and not slow"
 
 .PHONY: test-gpu
 test-gpu: setup ## tests that need a CUDA GPU

@@ -8,7 +8,7 @@ from typing import Any
 
 import torch
 
-__all__ = ["Effect", "effect_of", "out_names", "written_arguments"]
+__all__ = ["Effect", "effect_of", "is_written", "out_names", "written_arguments"]
 
 
 class Effect(Enum):
@@ -76,11 +76,14 @@ def written_arguments(func: Any) -> tuple[frozenset[int], frozenset[str]]:
     written = [
         (index, argument.name)
         for index, argument in enumerate(func._schema.arguments)
-        if not is_torchs
-        or argument.name in _WRITTEN_UNSAID
-        or (argument.alias_info is not None and argument.alias_info.is_write)
+        if not is_torchs or is_written(argument)
     ]
     return frozenset(index for index, _ in written), frozenset(name for _, name in written)
+
+
+def is_written(argument: Any) -> bool:
+    """Whether an operator of torch's own writes to an argument of its schema."""
+    return argument.name in _WRITTEN_UNSAID or (argument.alias_info is not None and argument.alias_info.is_write)
 
 
 @cache

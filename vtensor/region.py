@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 import os
 import threading
 import weakref
@@ -37,6 +38,8 @@ _shown_lock = threading.RLock()
 # By first address: regions that are kept by who made them, and those that are there for their views only.
 _owned: weakref.WeakValueDictionary[int, Region] = weakref.WeakValueDictionary()
 _viewed: dict[int, Region] = {}
+_numbers = itertools.count(1)
+_numbered: weakref.WeakValueDictionary[int, Region] = weakref.WeakValueDictionary()
 
 
 def region_of(tensor: torch.Tensor) -> Region | None:
@@ -80,6 +83,7 @@ class Region(Unpicklable):
         self.device = device
         self.owner = owner  # who alone commits and decommits; empty: every view may
         self.process_id = os.getpid()
+        self.number = next(_numbers)  # of no other region of this process, before or after
         self.streams = StreamUse(device, pool.peer_devices)
         self.content = pool.new_content()
         self.decommit_epoch = 0
@@ -89,7 +93,7 @@ class Region(Unpicklable):
         # In the mapper's stream, after all that was asked for ahead until then: how often that was, and the event.
         self._mapper_mark: tuple[int, DeviceEvent] | None = None
         self._zero_calls_seen = 0  # of the pool's, when the mapper's stream was last found idle
-        _owned[self.space.base] = self
+        _owned[self.space.base] = _numbered[self.number] = self
         storage = torch._C._construct_storage_from_data_pointer(self.space.base, device, self.space.size_bytes)
         self._release = weakref.finalize(storage, _bury, self.space, self.streams, self.process_id)
         self._release.atexit = False  # at exit the process takes everything down at once
@@ -99,10 +103,36 @@ class Region(Unpicklable):
         """A plain tensor over the region; sizes, strides and offset in elements."""
         if self._bytes is None:
             raise ClosedError("this memory was closed")
+        return self._view(self._bytes.untyped_storage(), dtype, offset, shape, strides)
+
+    def view_again(
+        self, dtype: torch.dtype, offset: int, shape: tuple[int, ...], strides: tuple[int, ...]
+    ) -> torch.Tensor:
+        """As `view`, as long as any view is left, whether or not this region still keeps the storage itself."""
+        kept = self._release.peek()
+        if kept is None:
+            raise ClosedError("this memory was closed")
+        return self._view(kept[0], dtype, offset, shape, strides)
+
+    def _view(
+        self, storage: torch.UntypedStorage, dtype: torch.dtype, offset: int, shape: tuple[int, ...], strides: Any
+    ) -> torch.Tensor:
         with torch.inference_mode(False):  # a view made within it could never be written to outside of it
-            return torch.empty(0, dtype=dtype, device=self.device).set_(
-                self._bytes.untyped_storage(), offset, shape, strides
-            )
+            return torch.empty(0, dtype=dtype, device=self.device).set_(storage, offset, shape, strides)
+
+    @staticmethod
+    def numbered(number: int) -> Region:
+        """The region of a number.
+
+        Raises
+        ------
+        ClosedError
+            Its memory is gone.
+        """
+        region = _numbered.get(number)
+        if region is None:
+            raise ClosedError("this memory was closed")
+        return region
 
     @property
     def is_viewed(self) -> bool:

@@ -8,7 +8,7 @@ import os
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from types import EllipsisType
-from typing import Any, Literal, cast
+from typing import Any, ClassVar, Literal, cast
 
 import numpy as np
 import numpy.typing as npt
@@ -62,6 +62,10 @@ class _Absent:
 _TENSOR_DATA: Any = torch.Tensor.data
 
 
+class _StandInMet(Exception):
+    """An argument of an operator has no memory, as a graph is being made."""
+
+
 class VirtualTensor(torch.Tensor):
     """A tensor whose addresses are reserved at once and whose memory is mapped on demand.
 
@@ -79,6 +83,11 @@ class VirtualTensor(torch.Tensor):
     _on_touch: OnTouch = "commit"
     _seen_epoch: int = -1
     _max_rows: int | None = None  # of a tensor that grows in place
+    # In a graph of torch.compile that is being made: what stands for the memory, and what a view is named by.
+    _stand_in: Any = None
+    _own_handle: torch.Tensor | None = None
+    unflatten: ClassVar[Callable[..., VirtualTensor]]  # of module traced, which knows this class
+    put_in_graph: ClassVar[Callable[[Any, tuple[Any, ...], dict[str, Any]], Any]]  # likewise
 
     __torch_function__ = torch._C._disabled_torch_function_impl  # type: ignore[assignment]
 
@@ -107,20 +116,58 @@ class VirtualTensor(torch.Tensor):
         if effect is Effect.COMPOSITE:
             return func.decompose(*args, **kwargs)
         if effect is Effect.ACCESS:
-            return _access(func, args, kwargs)
+            try:
+                return _access(func, args, kwargs)
+            except _StandInMet:
+                return cls.put_in_graph(func, args, kwargs)
         if effect is Effect.REFUSED:
             raise VTensorError(
                 f"{func} is not for virtual tensors: their storage never moves; use .plain() or a copy (.clone())"
             )
+        parent = args[0] if args else None
+        if isinstance(parent, VirtualTensor) and parent._region is None and parent._stand_in is not None:
+            return cls.put_in_graph(func, args, kwargs)
         with torch._C._DisableTorchDispatch():
             result = func(*args, **kwargs)
-        parent = args[0] if args else None
         if isinstance(parent, VirtualTensor):
             if effect is Effect.RESHAPE:
                 parent._seen_epoch, parent._max_rows = -1, None
             elif effect is Effect.VIEW:
                 return _map_tensors(lambda view: VirtualTensor.wrap(view, parent._region, parent._on_touch), result)
         return result
+
+    # -- torch.compile: see module traced ---------------------------------------------------------------------------
+
+    def _check_is_no_stand_in(self) -> None:
+        """A tensor without a region is empty, or has no memory at all."""
+        if self._stand_in is not None:
+            raise _StandInMet
+
+    @property
+    def _handle(self) -> torch.Tensor:
+        """What names this tensor in a graph: its region's number, and its offset in bytes."""
+        if self._own_handle is not None:
+            return self._own_handle
+        number = self._region.number if self._region is not None and self.numel() else 0
+        with torch._C._DisableTorchDispatch():
+            return torch.tensor([number, self.storage_offset() * self.element_size()], device="cpu")
+
+    def __tensor_flatten__(self) -> tuple[list[str], Any]:
+        """As torch asks for it: the tensors that stand for this one in a graph, and what a graph is made for."""
+        if self._stand_in is not None:
+            return ["_handle"], self._stand_in.context
+        return ["_handle"], (self.dtype, self.device, self._on_touch, self.storage_offset() == 0)
+
+    @staticmethod
+    def __tensor_unflatten__(inner: dict[str, torch.Tensor], context: Any, size: Any, stride: Any) -> VirtualTensor:
+        """As torch asks for it."""
+        return VirtualTensor.unflatten(inner, context, size, stride)
+
+    def _stable_hash_for_caching(self) -> str:
+        """As torch asks for it, to tell whether a graph made by another process is for this tensor."""
+        return repr((tuple(self.shape), self.stride(), self.requires_grad, self.__tensor_flatten__()))
+
+    # -- memory for an operation ------------------------------------------------------------------------------------
 
     def _begin_reading(self, operation: Any, select: Select = None) -> bool:
         """Make sure that this view can be read; whether that holds until `Region.end_reading` only.
@@ -129,6 +176,7 @@ class VirtualTensor(torch.Tensor):
         """
         region = self._region
         if region is None:
+            self._check_is_no_stand_in()
             return False
         if self._on_touch == "raise":
             self._touch(operation, select)
@@ -164,6 +212,7 @@ class VirtualTensor(torch.Tensor):
         """Make sure that this view has memory behind it, which may be written to."""
         region = self._region
         if region is None:
+            self._check_is_no_stand_in()
             return
         if os.getpid() != region.process_id:
             region.space.check_open()  # raises: a forked child has nothing at these addresses
