@@ -203,6 +203,14 @@ class AddressSpace(Unpicklable):
         """For each place from `first` to `end`, whether it has memory of its own, in service."""
         return np.asarray((self.arrays.table[first:end] > 0) & (self.arrays.access[first:end] != SHOWS_ZEROS))
 
+    @property
+    def is_full(self) -> bool:
+        """Whether `count_missing` of all places would be 0."""
+        if self.num_mapped != self.num_places:
+            return False
+        with self._lock if self.pool.driver.is_own_process else nullcontext():
+            return self.num_mapped == self.num_places and self.num_ahead == self.num_shown == 0
+
     def count_missing(self, ranges: Ranges, *, with_shown: bool = True) -> int:
         """Places that are not in service in ranges of places, rows of (first, count); or that show zeros.
 

@@ -36,6 +36,7 @@ LAYERS = [
     ["vtensor.triton_kernels"],
     ["vtensor.mode"],
     ["vtensor.factory"],
+    ["vtensor.traced"],
     ["vtensor.tensor"],
     ["vtensor.region", "vtensor.effects", "vtensor.streams"],
     ["vtensor.allocator", "vtensor.allocator.pluggable"],
@@ -48,8 +49,15 @@ LAYERS = [
     ["vtensor.allocator.driver", "vtensor.allocator.native"],
     ["vtensor.indexing"],
     ["vtensor.footprint"],
-    ["vtensor.allocator.words"],
-    ["vtensor.devices", "vtensor.errors", "vtensor.interrupts", "vtensor.units", "vtensor.unpicklable"],
+    ["vtensor.allocator.words", "vtensor.eager"],
+    [
+        "vtensor.devices",
+        "vtensor.eager",
+        "vtensor.errors",
+        "vtensor.interrupts",
+        "vtensor.units",
+        "vtensor.unpicklable",
+    ],
 ]
 EXACT = {"vtensor", "vtensor.allocator"}  # their contents lie in several layers; a new module must name its own
 

@@ -1,6 +1,6 @@
 """Virtual tensors for PyTorch: contiguous addresses reserved at once, memory mapped on demand."""
 
-import vtensor.traced  # teaches torch.compile virtual tensors
+import vtensor.traced  # noqa: F401  for torch.compile
 from vtensor.allocator.page_pool import PagePool
 from vtensor.errors import (
     ClosedError,

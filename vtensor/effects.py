@@ -8,7 +8,7 @@ from typing import Any
 
 import torch
 
-__all__ = ["Effect", "effect_of", "is_written", "out_names", "written_arguments"]
+__all__ = ["Effect", "effect_of", "is_written", "out_names", "stays_within", "written_arguments"]
 
 
 class Effect(Enum):
@@ -63,6 +63,12 @@ def effect_of(func: Any) -> Effect:
     if aliases and all(alias is not None and not alias.is_write for alias in aliases):
         return Effect.VIEW
     return Effect.ACCESS
+
+
+@cache
+def stays_within(func: Any) -> bool:
+    """Whether the views that an operator returns show nothing that its first argument does not show."""
+    return func.namespace == "aten" and func._schema.name not in ("aten::as_strided", "aten::_reshape_alias")
 
 
 @cache

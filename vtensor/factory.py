@@ -13,6 +13,7 @@ import torch
 
 from vtensor.allocator.page_pool import PagePool
 from vtensor.devices import device_name, resolve_device
+from vtensor.eager import eager
 from vtensor.errors import ReservationError
 from vtensor.region import Region, region_of
 from vtensor.tensor import OnTouch, VirtualTensor
@@ -44,6 +45,7 @@ def _default_pool(device: torch.device) -> PagePool:
         return _pools[name]
 
 
+@eager
 def empty(
     *size: int | Sequence[int],
     dtype: torch.dtype | None = None,
@@ -114,6 +116,7 @@ def empty(
     return tensor.requires_grad_(requires_grad)  # type: ignore[return-value]
 
 
+@eager
 def zeros(*size: int | Sequence[int], **options: Any) -> VirtualTensor:
     """As `empty`, whose tensors read as zeros; the name says that one relies on it.
 
@@ -129,6 +132,7 @@ def zeros(*size: int | Sequence[int], **options: Any) -> VirtualTensor:
     return empty(*size, **options)
 
 
+@eager
 def full(size: Sequence[int], fill_value: complex, *, requires_grad: bool = False, **options: Any) -> VirtualTensor:
     """A tensor filled with a value. Unless that is 0, all of it is committed.
 
@@ -158,6 +162,7 @@ def is_zero(fill_value: complex) -> bool:
     return fill_value == 0 and "-" not in str(fill_value)
 
 
+@eager
 def empty_like(
     input: torch.Tensor,
     *,
@@ -190,6 +195,7 @@ def empty_like(
     return tensor.requires_grad_(requires_grad)  # type: ignore[return-value]
 
 
+@eager
 def zeros_like(input: torch.Tensor, **options: Any) -> VirtualTensor:
     """As `empty_like`, whose tensors read as zeros.
 
@@ -203,6 +209,7 @@ def zeros_like(input: torch.Tensor, **options: Any) -> VirtualTensor:
     return empty_like(input, **options)
 
 
+@eager
 def empty_strided(
     size: Sequence[int],
     stride: Sequence[int],
@@ -235,6 +242,7 @@ def empty_strided(
     return reserve(meta, device, on_touch, pool).requires_grad_(requires_grad)  # type: ignore[return-value]
 
 
+@eager
 def as_virtual(tensor: torch.Tensor, *, on_touch: OnTouch | None = None) -> VirtualTensor:
     """A virtual tensor over the memory of a tensor that lies in reserved addresses: the same memory, watched again.
 

@@ -37,6 +37,10 @@ def footprint(
         return np.empty((0, 2), np.int64)
     # Inner dimensions fill a block without leaving out a whole page group; the others shift that block about.
     starts, block_bytes = _blocks(offset, shape, strides, element_bytes, page_group_bytes)
+    if len(starts) == 1:
+        start = int(starts[0])
+        first = start // page_group_bytes
+        return np.array([[first, (start + block_bytes - 1) // page_group_bytes + 1 - first]], np.int64)
     return _runs(starts // page_group_bytes, (starts + block_bytes - 1) // page_group_bytes + 1)
 
 

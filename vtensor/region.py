@@ -9,6 +9,7 @@ import weakref
 from collections.abc import Callable
 from contextlib import nullcontext
 from functools import cached_property
+from typing import cast
 
 import numpy as np
 import numpy.typing as npt
@@ -115,10 +116,17 @@ class Region(Unpicklable):
         return self._view(kept[0], dtype, offset, shape, strides)
 
     def _view(
-        self, storage: torch.UntypedStorage, dtype: torch.dtype, offset: int, shape: tuple[int, ...], strides: Any
+        self,
+        storage: object,
+        dtype: torch.dtype,
+        offset: int,
+        shape: tuple[int, ...],
+        strides: tuple[int, ...],
     ) -> torch.Tensor:
         with torch.inference_mode(False):  # a view made within it could never be written to outside of it
-            return torch.empty(0, dtype=dtype, device=self.device).set_(storage, offset, shape, strides)
+            return torch.empty(0, dtype=dtype, device=self.device).set_(
+                cast(torch.UntypedStorage, storage), offset, shape, strides
+            )
 
     @staticmethod
     def numbered(number: int) -> Region:

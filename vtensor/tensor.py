@@ -13,15 +13,17 @@ from typing import Any, ClassVar, Literal, cast
 import numpy as np
 import numpy.typing as npt
 import torch
+from torch._subclasses import UnsupportedFakeTensorException
 
-from vtensor.effects import Effect, effect_of, out_names, written_arguments
+from vtensor.eager import eager, skip_our_frames
+from vtensor.effects import Effect, effect_of, out_names, stays_within, written_arguments
 from vtensor.errors import UnmappedAccessError, VTensorError
 from vtensor.footprint import covered, footprint
 from vtensor.indexing import indexed_ranges, is_indexed
 from vtensor.region import READ_LIMIT_BYTES, Region
 from vtensor.units import format_bytes
 
-__all__ = ["OnTouch", "VirtualTensor"]
+__all__ = ["NotForGraphs", "OnTouch", "VirtualTensor"]
 
 OnTouch = Literal["commit", "raise"]
 # From the size of a page group to ranges of them, or None for all of a view.
@@ -62,8 +64,8 @@ class _Absent:
 _TENSOR_DATA: Any = torch.Tensor.data
 
 
-class _StandInMet(Exception):
-    """An argument of an operator has no memory, as a graph is being made."""
+class NotForGraphs(UnsupportedFakeTensorException):
+    """A tensor has no memory, as a graph is being made; the graph ends there where nobody knows what to do."""
 
 
 class VirtualTensor(torch.Tensor):
@@ -96,12 +98,15 @@ class VirtualTensor(torch.Tensor):
         raise TypeError("VirtualTensor has no constructor: use vtensor.empty(...)")
 
     @staticmethod
-    def wrap(plain: torch.Tensor, region: Region | None, on_touch: OnTouch) -> VirtualTensor:
-        """A virtual tensor over a plain view of a region (None: of an empty tensor)."""
+    def wrap(plain: torch.Tensor, region: Region | None, on_touch: OnTouch, seen_epoch: int = -1) -> VirtualTensor:
+        """A virtual tensor over a plain view of a region (None: of an empty tensor).
+
+        `seen_epoch` is the region's `decommit_epoch` at which all of the view was seen to have memory.
+        """
         tensor = torch.Tensor._make_subclass(VirtualTensor, plain, plain.requires_grad)
         tensor._region = region
         tensor._on_touch = on_touch
-        tensor._seen_epoch = -1
+        tensor._seen_epoch = seen_epoch
         return tensor
 
     # -- operations -----------------------------------------------------------------------------------------------
@@ -118,7 +123,7 @@ class VirtualTensor(torch.Tensor):
         if effect is Effect.ACCESS:
             try:
                 return _access(func, args, kwargs)
-            except _StandInMet:
+            except NotForGraphs:
                 return cls.put_in_graph(func, args, kwargs)
         if effect is Effect.REFUSED:
             raise VTensorError(
@@ -133,15 +138,19 @@ class VirtualTensor(torch.Tensor):
             if effect is Effect.RESHAPE:
                 parent._seen_epoch, parent._max_rows = -1, None
             elif effect is Effect.VIEW:
-                return _map_tensors(lambda view: VirtualTensor.wrap(view, parent._region, parent._on_touch), result)
+                seen_epoch = parent._seen_epoch if stays_within(func) else -1
+                return _map_tensors(
+                    lambda view: VirtualTensor.wrap(view, parent._region, parent._on_touch, seen_epoch), result
+                )
         return result
 
     # -- torch.compile: see module traced ---------------------------------------------------------------------------
 
-    def _check_is_no_stand_in(self) -> None:
-        """A tensor without a region is empty, or has no memory at all."""
-        if self._stand_in is not None:
-            raise _StandInMet
+    def _memory(self, operation: Any) -> Region | None:
+        """The region, or None of an empty tensor."""
+        if self._region is None and self._stand_in is not None:
+            raise NotForGraphs(f"{operation} of a virtual tensor is not for graphs: it needs the tensor's own memory")
+        return self._region
 
     @property
     def _handle(self) -> torch.Tensor:
@@ -154,6 +163,7 @@ class VirtualTensor(torch.Tensor):
 
     def __tensor_flatten__(self) -> tuple[list[str], Any]:
         """As torch asks for it: the tensors that stand for this one in a graph, and what a graph is made for."""
+        skip_our_frames()
         if self._stand_in is not None:
             return ["_handle"], self._stand_in.context
         return ["_handle"], (self.dtype, self.device, self._on_touch, self.storage_offset() == 0)
@@ -176,7 +186,7 @@ class VirtualTensor(torch.Tensor):
         """
         region = self._region
         if region is None:
-            self._check_is_no_stand_in()
+            self._memory(operation)
             return False
         if self._on_touch == "raise":
             self._touch(operation, select)
@@ -191,6 +201,8 @@ class VirtualTensor(torch.Tensor):
             return False
         has_shown = False
         epoch = region.decommit_epoch
+        if self._seen_epoch != epoch and region.space.is_full:
+            self._seen_epoch = epoch
         if self._seen_epoch != epoch:
             has_shown = region.begin_reading(self._footprint(select), _named(operation, self))
             if not has_shown and select is None:
@@ -212,11 +224,13 @@ class VirtualTensor(torch.Tensor):
         """Make sure that this view has memory behind it, which may be written to."""
         region = self._region
         if region is None:
-            self._check_is_no_stand_in()
+            self._memory(operation)
             return
         if os.getpid() != region.process_id:
             region.space.check_open()  # raises: a forked child has nothing at these addresses
         epoch = region.decommit_epoch
+        if self._seen_epoch != epoch and region.space.is_full:
+            self._seen_epoch = epoch
         if self._seen_epoch != epoch:
             ranges = self._footprint(select)
             missing = region.space.count_missing(ranges)
@@ -263,6 +277,7 @@ class VirtualTensor(torch.Tensor):
 
     # -- memory ---------------------------------------------------------------------------------------------------
 
+    @eager
     def commit(self, rows: int | slice | tuple[Any, ...] | None = None) -> VirtualTensor:
         """Put memory below this tensor, or below a part of it; what has memory already keeps it.
 
@@ -287,14 +302,18 @@ class VirtualTensor(torch.Tensor):
         OutOfPagesError
             Not enough page groups; nothing was changed.
         """
+        region = self._memory("commit")
         part = self._part(rows)
-        region = self._region
         if region is not None:
             if region.owner:
                 raise VTensorError(f"this memory belongs to a {region.owner}, where only step() commits")
+            epoch = region.decommit_epoch
             region.commit(part._footprint(), f"commit of shape {tuple(part.shape)}")
+            if part is self:
+                self._seen_epoch = epoch
         return self
 
+    @eager
     def decommit(self, rows: int | slice | tuple[Any, ...] | None = None) -> int:
         """Give back the memory below this tensor, or below a part of it, once the device has finished with it.
 
@@ -318,8 +337,8 @@ class VirtualTensor(torch.Tensor):
         VTensorError
             The memory is a KV cache's, or a CUDA graph is being captured.
         """
+        region = self._memory("decommit")
         part = self._part(rows)
-        region = self._region
         if region is None:
             return 0
         if region.owner:
@@ -340,29 +359,38 @@ class VirtualTensor(torch.Tensor):
         """Bytes of addresses that this view's page groups span, with memory or without."""
         return self._resident_and_reserved_bytes()[1]
 
+    @eager
     def _resident_and_reserved_bytes(self) -> tuple[int, int]:
-        if self._region is None:
+        region = self._memory("the residency")
+        if region is None:
             return 0, 0
-        space, ranges = self._region.space, self._footprint()
+        space, ranges = region.space, self._footprint()
         reserved = int(ranges[:, 1].sum())
         return (reserved - space.count_missing(ranges)) * space.page_group_bytes, reserved * space.page_group_bytes
 
+    @eager
     def residency(self) -> npt.NDArray[np.bool_]:
         """For each page group of this view, in ascending order of addresses, whether it has memory."""
-        if self._region is None:
+        region = self._memory("the residency")
+        if region is None:
             return np.empty(0, bool)
-        parts = [self._region.space.have_memory(first, first + count) for first, count in self._footprint()]
+        parts = [region.space.have_memory(first, first + count) for first, count in self._footprint()]
         return np.concatenate(parts) if parts else np.empty(0, bool)
 
+    @eager
     def record_stream(self, stream: Any) -> None:
         """Declare that a stream uses this memory: it is not unmapped before that stream has finished with it."""
-        if self._region is not None:
-            self._region.streams.add(stream)
+        region = self._memory("record_stream")
+        if region is not None:
+            region.streams.add(stream)
 
+    @eager
     def plain(self) -> torch.Tensor:
         """The same memory as a plain tensor: no checks, no cost. Reading what is not committed ends the process."""
+        self._memory("plain")
         with torch._C._DisableTorchDispatch():
-            return self.as_subclass(torch.Tensor)
+            # Not a view where it need not be: views cost more, and torch.compile looks at what they are of.
+            return self.as_subclass(torch.Tensor) if self.requires_grad else self.detach()
 
     # -- growth in place --------------------------------------------------------------------------------------------
 
@@ -371,6 +399,7 @@ class VirtualTensor(torch.Tensor):
         """Rows for which a tensor that grows in place has addresses; None for any other."""
         return self._max_rows
 
+    @eager
     def append_(self, rows: torch.Tensor) -> VirtualTensor:
         """Add rows at the end, in place: nothing is copied but the rows, and no address changes.
 
@@ -413,6 +442,7 @@ class VirtualTensor(torch.Tensor):
         self._set_rows(shape[0] + number)
         return self
 
+    @eager
     def resize_rows_(self, num_rows: int) -> VirtualTensor:
         """Change the number of rows, in place: rows that come are zero, those that go give their memory back.
 
@@ -448,6 +478,7 @@ class VirtualTensor(torch.Tensor):
         return self
 
     def _check_grows(self, what: str) -> int:
+        self._memory(what)
         if self._max_rows is None:
             raise VTensorError(f"{what} is for tensors that grow in place: vtensor.empty(n, ..., max_rows=...)")
         if self.requires_grad:
@@ -499,16 +530,19 @@ class VirtualTensor(torch.Tensor):
         _touching, ("__bool__", "__int__", "__float__", "__complex__", "__index__")
     )
 
+    @eager
     def tolist(self) -> Any:
         """Values as nested lists."""
         with self._reading("tolist"):
             return self.plain().tolist()
 
+    @eager
     def numpy(self, *, force: bool = False) -> npt.NDArray[Any]:
         """The same memory as an array (host only, as for any tensor)."""
         self._touch("numpy")
         return self.plain().numpy(force=force)
 
+    @eager
     def __dlpack__(self, *args: Any, **kwargs: Any) -> Any:
         self._touch("__dlpack__")
         return self.plain().__dlpack__(*args, **kwargs)
@@ -534,10 +568,12 @@ class VirtualTensor(torch.Tensor):
         if isinstance(other, VirtualTensor):
             self._region, self._on_touch = other._region, other._on_touch
 
+    @eager
     def __copy__(self) -> torch.Tensor:
         """Another tensor over the same memory."""
         return self.detach().requires_grad_(self.requires_grad)
 
+    @eager
     def __deepcopy__(self, memo: dict[int, Any]) -> torch.Tensor:
         """A plain copy of this view's data, not of the whole storage."""
         copied = memo[id(self)] = self._plain_copy()
@@ -545,6 +581,7 @@ class VirtualTensor(torch.Tensor):
             copied.grad = copy.deepcopy(self.grad, memo)
         return copied
 
+    @eager
     def __reduce_ex__(self, protocol: Any) -> Any:
         """Pickled as a plain tensor of this view's data, not of the whole storage."""
         return self._plain_copy().__reduce_ex__(protocol)  # type: ignore[no-untyped-call]
@@ -555,6 +592,7 @@ class VirtualTensor(torch.Tensor):
             return torch.nn.Parameter(copied, self.requires_grad)
         return copied.requires_grad_(self.requires_grad)
 
+    @eager
     def share_memory_(self) -> VirtualTensor:
         """Refused: other processes cannot see these addresses."""
         raise VTensorError("a virtual tensor cannot move to shared memory: share a copy, x.clone().share_memory_()")

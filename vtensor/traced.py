@@ -2,19 +2,18 @@
 
 from __future__ import annotations
 
-import functools
 import json
 import weakref
 from collections.abc import Callable, Sequence
 from typing import Any, cast
 
 import torch
+from torch._higher_order_ops.effects import _EffectType, _register_effectful_op
 from torch.utils import _pytree as pytree
 
 from vtensor.effects import Effect, effect_of, is_written
-from vtensor.errors import VTensorError
 from vtensor.region import Region
-from vtensor.tensor import OnTouch, VirtualTensor
+from vtensor.tensor import NotForGraphs, OnTouch, VirtualTensor
 
 __all__ = ["StandIn"]
 
@@ -49,7 +48,7 @@ def _stand_in(
     handle: torch.Tensor, shift: int | torch.SymInt, size: Any, stride: Any, context: _Context, offset: Any = 0
 ) -> VirtualTensor:
     dtype, device, on_touch, _ = context
-    tensor: VirtualTensor = torch.Tensor._make_wrapper_subclass(  # type: ignore[attr-defined]
+    tensor: VirtualTensor = torch.Tensor._make_wrapper_subclass(
         VirtualTensor, size, stride, offset, dtype=dtype, device=device
     )
     tensor._on_touch, tensor._stand_in = on_touch, StandIn(handle, shift, context)
@@ -68,9 +67,7 @@ def put_in_graph(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> An
         case Effect.COMPOSITE:
             return func.decompose(*args, **kwargs)
         case Effect.REFUSED | Effect.RESHAPE:
-            raise VTensorError(
-                f"{func} on a virtual tensor is not for compiled code; use a view, or a copy (.clone())"
-            )
+            raise NotForGraphs(f"{func} on a virtual tensor is not for graphs; use a view, or a copy (.clone())")
         case Effect.VIEW:
             return _view(func, args, kwargs)
     return _put(func, args, kwargs)
@@ -81,7 +78,6 @@ def _unflatten(inner: dict[str, torch.Tensor], context: _Context, size: Any, str
     handle = inner["_handle"]
     if type(handle) is torch.Tensor and not torch._is_functional_tensor(handle):
         return _tensor_of(handle, size, stride, context[:3])
-    _keep_order()
     return _stand_in(handle, 0, size, stride, context)
 
 
@@ -110,8 +106,8 @@ def _view(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
     start, first = parent._stand_in.shift, parent.storage_offset() * parent.element_size()
     if func is torch.ops.aten.as_strided.default and (len(args) > 3 or kwargs.get("storage_offset") is not None):
         if not parent._stand_in.context[3]:
-            raise VTensorError(
-                f"{func} with an offset is not for compiled code, where the tensor given does not begin its storage"
+            raise NotForGraphs(
+                f"{func} with an offset is not for graphs, where the tensor given does not begin its storage"
             )
         start = first = 0
     with torch.utils._python_dispatch._disable_current_modes():
@@ -137,9 +133,11 @@ def _put(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
                 writes_virtual |= isinstance(leaf, VirtualTensor)
                 writes_others |= isinstance(leaf, torch.Tensor) and not isinstance(leaf, VirtualTensor)
     if writes_virtual and writes_others:
-        raise VTensorError(f"{func} writes to virtual and to other tensors at once, which is not for compiled code")
+        raise NotForGraphs(f"{func} writes to virtual and to other tensors at once, which is not for graphs")
     if writes_others or not _gives_tensors(schema):
-        args, kwargs = pytree.tree_map(lambda leaf: _copied(leaf) if isinstance(leaf, VirtualTensor) else leaf, (args, kwargs))
+        args, kwargs = pytree.tree_map(
+            lambda leaf: _copied(leaf) if isinstance(leaf, VirtualTensor) else leaf, (args, kwargs)
+        )
         return func(*args, **kwargs)
     trace = _trace()
     ticket, *fresh = torch.ops.vtensor.run(*_encode(func, args, kwargs), _tickets.get(trace) if trace else None)
@@ -162,7 +160,8 @@ def _put(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
 
 
 # By graph that is being made: what the last call of `run` gave, which the next one takes, so that they stay in order.
-# (`_keep_order` is not enough: torch 2.13's Inductor looks for such effects under a wrong name.)
+# (That `run` is registered as one with ordered effects is not enough: torch 2.13's Inductor looks for the effect before
+# under a wrong name.)
 _tickets: weakref.WeakKeyDictionary[Any, torch.Tensor] = weakref.WeakKeyDictionary()
 
 
@@ -191,7 +190,7 @@ def _copied(tensor: VirtualTensor) -> torch.Tensor:
     return cast(torch.Tensor, _put(torch.ops.aten.clone.default, (tensor,), {}))
 
 
-# -- the operator -------------------------------------------------------------------------------------------------------
+# -- the operator -----------------------------------------------------------------------------------------------------
 
 
 def _encode(func: Any, args: Any, kwargs: Any) -> tuple[str, str, list[Any], list[Any], list[Any], list[Any]]:
@@ -223,7 +222,7 @@ def _encode(func: Any, args: Any, kwargs: Any) -> tuple[str, str, list[Any], lis
             return {"torch": str(leaf).removeprefix("torch.")}
         if leaf is None or isinstance(leaf, bool | int | float | str):
             return leaf
-        raise VTensorError(f"{func}: {type(leaf).__name__} is no argument for a virtual tensor in compiled code")
+        raise NotForGraphs(f"{func}: {type(leaf).__name__} is no argument for a virtual tensor in a graph")
 
     tree = [pytree.tree_map(encode, list(args)), pytree.tree_map(encode, kwargs)]
     return func.name(), json.dumps([tree, how]), handles, views, tensors, numbers
@@ -296,7 +295,7 @@ def _run(
     func = _operator(name)
     args, kwargs = _decode(text, virtual, views, tensors, numbers)
     with torch.no_grad():
-        return [torch.empty(0), *_fresh(func, func(*args, **kwargs))]
+        return [torch.empty(0, device="cpu"), *_fresh(func, func(*args, **kwargs))]
 
 
 def _run_fake(
@@ -313,7 +312,7 @@ def _run_fake(
 
     func = _operator(name)
     args, kwargs = _decode(text, virtual, views, tensors, numbers)
-    return [torch.empty(0), *_fresh(func, func(*args, **kwargs))]
+    return [torch.empty(0, device="cpu"), *_fresh(func, func(*args, **kwargs))]
 
 
 def _dtype(how: dict[str, Any]) -> torch.dtype:
@@ -321,10 +320,11 @@ def _dtype(how: dict[str, Any]) -> torch.dtype:
 
 
 def _shifted(handle: torch.Tensor, shift: int) -> torch.Tensor:
-    return handle + torch.tensor([0, shift])
+    return handle + handle.new_tensor([0, shift])
 
 
-_library = torch.library.Library("vtensor", "DEF")
+_new_library: Any = torch.library.Library
+_library = _new_library("vtensor", "DEF")
 _library.define(
     "run(str operator, str arguments, Tensor[] handles, SymInt[] views, Tensor[] tensors, Scalar[] numbers, "
     "Tensor? after) -> Tensor[]"
@@ -334,11 +334,5 @@ _library.impl("run", _run, "CompositeExplicitAutograd")
 _library.impl("shifted", _shifted, "CompositeExplicitAutograd")
 torch.library.register_fake("vtensor::run", _run_fake, lib=_library)
 torch.library.register_fake("vtensor::shifted", lambda handle, shift: torch.empty_like(handle), lib=_library)
-
-
-@functools.cache
-def _keep_order() -> None:
-    """Have graphs keep the calls of `run`, all of them, in their order."""
-    from torch._higher_order_ops.effects import _EffectType, _register_effectful_op
-
-    _register_effectful_op(torch.ops.vtensor.run.default, _EffectType.ORDERED)
+# Graphs keep all calls, in their order.
+_register_effectful_op(torch.ops.vtensor.run.default, _EffectType.ORDERED)

@@ -488,7 +488,7 @@ def test_below_the_low_watermark_the_oldest_go(
 def test_the_watermark_is_looked_at_after_steps_that_were_ready(
     device: str, hundred: vt.PagePool, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    # The mapper may or may not have taken the next page group when a step looks: 18 or 19 are left, and both ask for two.
+    # When a step looks, the mapper may have taken the next page group or not: 18 or 19 are left, both ask for two.
     with three_deferred(device, hundred, 0.2, 0.35, lookahead_tokens=1) as cache:
         for tokens in range(11, 40):
             assert stepped(cache, {3: tokens})[0] == 0

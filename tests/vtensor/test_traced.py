@@ -1,0 +1,358 @@
+"""Virtual tensors in compiled code: as without, with memory where it is written, and never a crash."""
+
+from __future__ import annotations
+
+import copy
+import gc
+from collections.abc import Callable, Iterator
+from typing import Any
+
+import pytest
+import torch
+import torch._dynamo.testing
+import torch.nn.functional as F
+from torch import nn
+
+import vtensor as vt
+from tests.helpers.faults import BROKEN, fail
+from vtensor.allocator.driver import Call, Driver, get_driver
+
+BACKENDS = ["aot_eager", "inductor"]
+
+
+@pytest.fixture(autouse=True)
+def _fresh_compiler() -> Iterator[None]:
+    torch._dynamo.reset()
+    yield
+    torch._dynamo.reset()
+
+
+def page(device: str) -> int:
+    return int(get_driver(device).default_page_group_bytes)
+
+
+def rows(device: str, number: int = 64, **options: Any) -> vt.VirtualTensor:
+    """Rows of one page group each."""
+    return vt.empty(number, page(device) // 4, device=device, **options)
+
+
+def compiled(function: Callable[..., Any], backend: str = "aot_eager", **options: Any) -> Callable[..., Any]:
+    made: Callable[..., Any] = torch.compile(function, fullgraph=True, backend=backend, **options)
+    return made
+
+
+def values(result: Any) -> Any:
+    return torch.utils._pytree.tree_map_only(torch.Tensor, lambda tensor: tensor.detach().clone(), result)
+
+
+def write_slices(x: torch.Tensor, y: torch.Tensor) -> Any:
+    x[3] = y
+    x[5:7].add_(1)
+    x[0:64:9].mul_(2)
+    return x[3:8].sum(), x[5], x[-1] + 1
+
+
+def write_by_index(x: torch.Tensor, y: torch.Tensor) -> Any:
+    index = torch.tensor([3, 50], device=x.device)
+    x[index] = y
+    x.index_add_(0, index + 1, y.expand(2, -1))
+    return x[index].sum(), x.index_select(0, index + 2)
+
+
+def write_both(x: torch.Tensor, y: torch.Tensor) -> Any:
+    # What is read of x must be read after it was written, and what is written to y is plain.
+    y.copy_(x[3])
+    x[4].copy_(y + 1)
+    y.add_(x[4])
+    return y * 2, torch.where(x[4] > 0, x[4], y)
+
+
+def write_views(x: torch.Tensor, y: torch.Tensor) -> Any:
+    bits = x[10:20].view(torch.int32).t()
+    bits[0] = 7
+    first, second = x[10:12].unbind(0)
+    first.mul_(2)
+    second.copy_(y)
+    corner = x.as_strided((2, 4), (x.stride(0), 1), 10 * x.stride(0))
+    return bits[:2], corner + 1, x.transpose(0, 1)[:3, 10:12], second, x
+
+
+def write_with_out(x: torch.Tensor, y: torch.Tensor) -> Any:
+    torch.add(y, 1, out=x[2])
+    torch.mul(x[2:4], 3, out=x[6:8])
+    return x[6:8].max(dim=1), x.new_zeros(3), torch.ones_like(x[1])
+
+
+def sort_and_split(x: torch.Tensor, y: torch.Tensor) -> Any:
+    x[1] = y
+    values, indices = x[:3].sort(dim=0)
+    return values, indices, [part + 1 for part in x[:4].chunk(2)], torch.cat([x[:2], y[None]])
+
+
+def masked(x: torch.Tensor, y: torch.Tensor) -> Any:
+    x[2].masked_fill_(y > 0, 4.0)
+    return torch.nn.functional.layer_norm(x[2:4], x.shape[1:]), x[2].to(torch.bfloat16), x[:2].bool().any()
+
+
+@pytest.mark.parametrize("backend", BACKENDS)
+@pytest.mark.parametrize(
+    "function",
+    [
+        write_slices,
+        write_by_index,
+        write_both,
+        write_views,
+        write_with_out,
+        sort_and_split,
+        masked,
+    ],
+)
+def test_as_without(function: Callable[..., Any], backend: str, device: str) -> None:
+    torch.manual_seed(0)
+    y = torch.randn(page(device) // 4, device=device)
+    theirs, ours, eager = torch.zeros(64, len(y), device=device), rows(device), rows(device)
+    expected = values(function(theirs, y.clone()))
+    function(eager, y.clone())
+    run = compiled(function, backend)
+    for _ in range(2):
+        ours.zero_()
+        ours.decommit()
+        torch.testing.assert_close(values(run(ours, y.clone())), expected, rtol=1e-6, atol=1e-6)
+        assert ours.residency().tolist() == eager.residency().tolist()
+        torch.testing.assert_close(ours.clone(), theirs)
+
+
+def test_what_comes_back(device: str) -> None:
+    def give(x: torch.Tensor) -> Any:
+        return x, x[3:], x[4] * 2, x[5:5]
+
+    x = rows(device)
+    same, view, result, nothing = compiled(give)(x)
+    assert [type(tensor).__name__ for tensor in (same, view, result)] == ["VirtualTensor", "VirtualTensor", "Tensor"]
+    assert view.data_ptr() == x[3:].data_ptr()
+    assert nothing.shape == (0, *x.shape[1:])
+    view[0, 0] = 3
+    assert x[3, :2].tolist() == [3, 0]
+    assert x.resident_bytes == page(device)
+
+
+def test_as_many_graphs_as_for_plain_tensors(device: str) -> None:
+    def write(x: torch.Tensor, row: int, value: float) -> Any:
+        x[row] = value
+        x[row : row + 2] += 2
+        return x[: row + 1, 0].sum()
+
+    x, plain = rows(device), torch.zeros(64, page(device) // 4, device=device)
+    results, num_graphs = [], []
+    for tensor in (x, plain):
+        torch._dynamo.reset()
+        counter = torch._dynamo.testing.CompileCounterWithBackend("aot_eager")
+        run = torch.compile(write, fullgraph=True, backend=counter)
+        results.append([run(tensor, row, row / 2).item() for row in (3, 5, 7, 9, 20)])
+        num_graphs.append(counter.frame_count)
+    assert results[0] == results[1]
+    assert num_graphs[0] == num_graphs[1]
+    assert x.residency().sum() == 10
+    torch.testing.assert_close(x.clone(), plain)
+
+
+def test_views_as_arguments(device: str) -> None:
+    def write(view: torch.Tensor) -> Any:
+        view += 1
+        return view[1:], view.sum()
+
+    x = rows(device)
+    counter = torch._dynamo.testing.CompileCounterWithBackend("aot_eager")
+    run = torch.compile(write, fullgraph=True, backend=counter)
+    for row in (0, 10, 20, 30):
+        view, total = run(x[row : row + 2])
+        assert total.item() == 2 * x.shape[1]
+        assert view.data_ptr() == x[row + 1].data_ptr()
+    assert x.residency().sum() == 8
+    assert counter.frame_count <= 2
+
+
+@pytest.mark.parametrize("backend", BACKENDS)
+def test_two_arguments_of_one_memory(backend: str, device: str) -> None:
+    def write(a: torch.Tensor, b: torch.Tensor) -> Any:
+        a[0] = 1
+        before = b.sum()
+        b.add_(2)
+        return a.sum(), before
+
+    x = rows(device)
+    total, before = compiled(write, backend)(x[:2], x[0:1])
+    assert (total.item(), before.item()) == (3 * x.shape[1], x.shape[1])
+
+
+class Attention(nn.Module):
+    """Allocates for the longest context, as decoders that are compiled do."""
+
+    def __init__(self, device: str) -> None:
+        super().__init__()
+        self.qkv = nn.Linear(64, 192, device=device)
+        self.register_buffer("keys", torch.zeros(1, 2, 65_536, 32, device=device))
+        self.register_buffer("values", torch.zeros(1, 2, 65_536, 32, device=device))
+
+    def forward(self, x: torch.Tensor, position: torch.Tensor) -> torch.Tensor:
+        query, key, value = self.qkv(x).view(1, -1, 3, 2, 32).permute(2, 0, 3, 1, 4)
+        self.keys[:, :, position] = key
+        self.values[:, :, position] = value
+        mask = torch.arange(256, device=x.device) <= position[:, None]
+        return F.scaled_dot_product_attention(query, self.keys[:, :, :256], self.values[:, :, :256], attn_mask=mask)
+
+
+@pytest.mark.parametrize("mode", [torch.no_grad, torch.inference_mode, torch.enable_grad])
+@pytest.mark.parametrize("backend", BACKENDS)
+def test_a_module_with_a_virtual_cache(backend: str, mode: Callable[..., Any], device: str) -> None:
+    torch.manual_seed(0)
+    plain = Attention(device)
+    with vt.virtual(min_bytes=1 << 20):
+        virtual = Attention(device)
+    virtual.qkv.load_state_dict(plain.qkv.state_dict())
+    run = compiled(virtual, backend)
+    with mode():
+        for number in range(4):
+            x, position = torch.randn(1, 1, 64, device=device), torch.tensor([number], device=device)
+            torch.testing.assert_close(run(x, position), plain(x, position))
+    assert virtual.keys.resident_bytes == 2 * page(device)
+
+
+@pytest.mark.parametrize("backend", BACKENDS)
+def test_gradients(backend: str, device: str) -> None:
+    def loss(x: torch.Tensor, y: torch.Tensor) -> torch.Tensor:
+        return (x[3] * y).sum() + x[4].exp().sum()
+
+    y = torch.randn(page(device) // 4, device=device, requires_grad=True)
+    x = rows(device, 8, requires_grad=True)
+    compiled(loss, backend)(x, y).backward()
+    assert type(x.grad) is torch.Tensor
+    torch.testing.assert_close(x.grad[3], y.detach())
+    assert x.grad[4].unique().tolist() == [1]
+    assert y.grad is not None
+    assert not y.grad.any()
+
+
+def test_a_layer_of_a_cache(device: str) -> None:
+    def append(keys: torch.Tensor, position: int) -> Any:
+        keys[0, position] = 1.0
+        return keys[0, :4].float().sum()
+
+    config = vt.KVCacheConfig(num_layers=2, num_kv_heads=2, head_dim=64, max_batch_size=2, max_context_tokens=1 << 16)
+    with vt.KVCacheManager(config, device=device) as cache:
+        cache.alloc_reqid()
+        assert cache.step([4, 0])
+        keys, _ = cache.layer(0)
+        run = compiled(append)
+        assert run(keys, 2).item() == 128
+        with pytest.raises(vt.UnmappedAccessError, match="touches 1 page groups"):
+            run(keys, 60_000)
+        assert run(keys, 3).item() == 256
+        del keys
+
+
+def test_errors_reach_the_caller_and_change_nothing(device: str, driver: Driver) -> None:
+    def write(x: torch.Tensor) -> Any:
+        x[3] = 1
+        return x[3].sum()
+
+    x, run = rows(device), compiled(write)
+    with fail(driver, Call.MAP, 1, BROKEN), pytest.raises(vt.DriverError):
+        run(x)
+    assert x.resident_bytes == 0
+    assert run(x).item() == x.shape[1]
+
+
+def test_a_limit_of_zeros() -> None:
+    x = vt.empty(1 << 42, device="cpu")
+    with pytest.raises(vt.UnmappedAccessError, match="read"):
+        compiled(lambda x: x.sum())(x)
+    assert x.resident_bytes == 0
+
+
+def python_methods() -> dict[str, Callable[[Any], Any]]:
+    def commit(x: Any) -> Any:
+        x.commit(2)
+        return x[:2].sum()
+
+    def plain(x: Any) -> Any:
+        x[3] = 1
+        return x.commit(4).plain()[3] + 1
+
+    def make(x: Any) -> Any:
+        y = vt.zeros(4, 1 << 16, device=x.device)
+        y[1] = 2
+        return y[:2].sum() + x[0, 0]
+
+    def item(x: Any) -> Any:
+        x[2] = 5
+        return x[2, 0].item() + x[1]
+
+    def array(x: Any) -> Any:
+        return x[2, :3].cpu().numpy().sum() + x[1]
+
+    def transpose(x: Any) -> Any:
+        return x[:].t_().sum()
+
+    def copied(x: Any) -> Any:
+        return copy.deepcopy(x[2]) + 1
+
+    def give_back(x: Any) -> Any:
+        x[5] = 1
+        x.decommit(slice(5, 6))
+        return x[5].sum()
+
+    return {
+        function.__name__: function for function in (commit, plain, make, item, array, transpose, copied, give_back)
+    }
+
+
+@pytest.mark.parametrize("name", python_methods())
+def test_what_no_graph_can_do_ends_it(name: str, device: str) -> None:
+    function = python_methods()[name]
+    torch.testing.assert_close(torch.compile(function, backend="aot_eager")(rows(device)), function(rows(device)))
+
+
+@pytest.mark.parametrize("name", ["commit", "plain", "make"])
+def test_where_no_graph_may_end_it_is_an_error(name: str, device: str) -> None:
+    x = rows(device)
+    with pytest.raises(torch._dynamo.exc.Unsupported, match="not for graphs"):
+        compiled(python_methods()[name])(x)
+    x[3] = 1
+    assert x.resident_bytes == page(device)
+
+
+def test_a_tensor_that_grows(device: str) -> None:
+    def step(x: torch.Tensor, new: torch.Tensor) -> Any:
+        x.append_(new)  # type: ignore[attr-defined]
+        return x.sum()
+
+    x = vt.empty(0, 64, device=device, max_rows=1000)
+    run = torch.compile(step, backend="aot_eager")
+    for number in range(1, 5):
+        assert run(x, torch.ones(2, 64, device=device)).item() == 128 * number
+    assert x.shape == (8, 64)
+
+
+def test_a_graph_keeps_no_memory(device: str) -> None:
+    pool = vt.PagePool(device, capacity_bytes=16 * page(device))
+    x = rows(device, 8, pool=pool)
+    run = compiled(lambda x: x.add_(1).sum())
+    assert run(x).item() == x.numel()
+    del x
+    gc.collect()
+    assert pool.stats().mapped_page_groups == 0
+    assert run(rows(device, 8, pool=pool)).item() == 8 * page(device) // 4
+    gc.collect()
+
+
+def test_other_compiled_code_is_not_concerned(device: str) -> None:
+    x = torch.randn(4, 4, device=device)
+    torch.testing.assert_close(compiled(lambda x: x.t() @ x + 1)(x), x.t() @ x + 1)
+
+
+def test_a_plain_tensor_of_virtual_memory_is_plain(device: str) -> None:
+    x = rows(device).commit(4)
+    y = x[:4].plain()
+    torch.testing.assert_close(compiled(lambda y: y.add_(1).sum(), "inductor")(y).item(), float(y.numel()))
+    assert x[3, :2].tolist() == [1, 1]
