@@ -38,7 +38,7 @@ LAYERS = [
     ["vtensor.factory"],
     ["vtensor.traced"],
     ["vtensor.tensor"],
-    ["vtensor.region", "vtensor.effects", "vtensor.streams"],
+    ["vtensor.region", "vtensor.pools", "vtensor.effects", "vtensor.streams"],
     ["vtensor.allocator", "vtensor.allocator.pluggable"],
     ["vtensor.allocator.address_space", "vtensor.allocator.graveyard"],
     ["vtensor.allocator.mapper"],

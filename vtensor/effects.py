@@ -8,7 +8,16 @@ from typing import Any
 
 import torch
 
-__all__ = ["Effect", "effect_of", "is_written", "out_names", "stays_within", "written_arguments"]
+__all__ = [
+    "Effect",
+    "effect_of",
+    "fills_with_zeros",
+    "is_written",
+    "is_zero",
+    "out_names",
+    "stays_within",
+    "written_arguments",
+]
 
 
 class Effect(Enum):
@@ -19,6 +28,7 @@ class Effect(Enum):
     RESHAPE = "makes its first argument another view, reads nothing"
     METADATA = "reads and writes nothing"
     ACCESS = "reads or writes its arguments"
+    FILL = "writes one value to all of its first argument"
     REFUSED = "would move the tensor away from its addresses"
 
 
@@ -55,6 +65,8 @@ def effect_of(func: Any) -> Effect:
         return Effect.COMPOSITE  # inference mode leaves them whole, and reshape, to, contiguous may view or may copy
     if name in _METADATA_OPERATORS:
         return Effect.METADATA
+    if name in ("aten::zero_", "aten::fill_"):
+        return Effect.FILL
     if torch.Tag.inplace_view in func.tags:
         return Effect.RESHAPE
     if name in _VIEW_OPERATORS:
@@ -90,6 +102,21 @@ def written_arguments(func: Any) -> tuple[frozenset[int], frozenset[str]]:
 def is_written(argument: Any) -> bool:
     """Whether an operator of torch's own writes to an argument of its schema."""
     return argument.name in _WRITTEN_UNSAID or (argument.alias_info is not None and argument.alias_info.is_write)
+
+
+def is_zero(fill_value: complex) -> bool:
+    """Whether a fill value is all zero bits, which -0.0 is not."""
+    return fill_value == 0 and "-" not in str(fill_value)
+
+
+def fills_with_zeros(args: tuple[Any, ...]) -> bool:
+    """Whether the arguments of a `FILL` say that nothing but zero bits are written, as far as that is known at once."""
+    if len(args) < 2:
+        return True
+    value = args[1]
+    if type(value) is torch.Tensor:
+        return value.device.type == "cpu" and value.dim() == 0 and is_zero(value.item())
+    return isinstance(value, bool | int | float | complex) and is_zero(value)
 
 
 @cache

@@ -4,45 +4,21 @@ from __future__ import annotations
 
 import math
 import operator
-import os
-import threading
 from collections.abc import Sequence
 from typing import Any, get_args
 
 import torch
 
 from vtensor.allocator.page_pool import PagePool
-from vtensor.devices import device_name, resolve_device
 from vtensor.eager import eager
+from vtensor.effects import is_zero
 from vtensor.errors import ReservationError
-from vtensor.region import Region, region_of
+from vtensor.region import region_of
 from vtensor.tensor import OnTouch, VirtualTensor
 
-__all__ = ["as_virtual", "empty", "empty_like", "empty_strided", "full", "is_zero", "reserve", "zeros", "zeros_like"]
+__all__ = ["as_virtual", "empty", "empty_like", "empty_strided", "full", "zeros", "zeros_like"]
 
 _MOST_ELEMENTS = 1 << 48  # a process has 2^47 bytes of addresses; beyond 2^63 torch cannot count
-_QUANTIZED = {torch.qint8, torch.quint8, torch.qint32, torch.quint4x2, torch.quint2x4}
-_pools: dict[str, PagePool] = {}
-_lock = threading.Lock()
-
-
-def _forget() -> None:
-    """In a forked child: pools are the parent's, and so is a lock that another of its threads held."""
-    global _pools, _lock, _inherited
-    _inherited, _pools, _lock = _pools, {}, threading.Lock()
-
-
-_inherited: dict[str, PagePool] = {}  # kept alive in a child, where they can serve nobody
-os.register_at_fork(after_in_child=_forget)
-
-
-def _default_pool(device: torch.device) -> PagePool:
-    """The pool of tensors that name none: one a device, of no fixed capacity."""
-    name = device_name(device)
-    with _lock:
-        if name not in _pools:
-            _pools[name] = PagePool(name)
-        return _pools[name]
 
 
 @eager
@@ -109,7 +85,7 @@ def empty(
     meta = torch.empty(
         shape if max_rows is None else (max_rows, *shape[1:]), dtype=dtype, device="meta", memory_format=memory_format
     )
-    tensor = reserve(meta, device, on_touch, pool)
+    tensor = VirtualTensor.reserve(meta, device, on_touch, pool)
     if max_rows is not None:
         tensor._max_rows = max_rows
         tensor._set_rows(shape[0])
@@ -157,11 +133,6 @@ def full(size: Sequence[int], fill_value: complex, *, requires_grad: bool = Fals
     return tensor.requires_grad_(requires_grad)  # type: ignore[return-value]
 
 
-def is_zero(fill_value: complex) -> bool:
-    """Whether a fill value is all zero bits, which -0.0 is not."""
-    return fill_value == 0 and "-" not in str(fill_value)
-
-
 @eager
 def empty_like(
     input: torch.Tensor,
@@ -191,7 +162,7 @@ def empty_like(
     _check_options(input.layout if layout is None else layout, pin_memory)
     meta = torch.empty_strided(input.shape, input.stride(), dtype=input.dtype, device="meta")
     meta = torch.empty_like(meta, dtype=dtype, memory_format=memory_format)
-    tensor = reserve(meta, input.device if device is None else device, on_touch, pool)
+    tensor = VirtualTensor.reserve(meta, input.device if device is None else device, on_touch, pool)
     return tensor.requires_grad_(requires_grad)  # type: ignore[return-value]
 
 
@@ -239,7 +210,7 @@ def empty_strided(
     if any(step < 0 for step in strides):
         raise ValueError(f"stride={strides}: none may be negative")
     meta = torch.empty_strided(shape, strides, dtype=dtype, device="meta")
-    return reserve(meta, device, on_touch, pool).requires_grad_(requires_grad)  # type: ignore[return-value]
+    return VirtualTensor.reserve(meta, device, on_touch, pool).requires_grad_(requires_grad)  # type: ignore[return-value]
 
 
 @eager
@@ -286,32 +257,6 @@ def as_virtual(tensor: torch.Tensor, *, on_touch: OnTouch | None = None) -> Virt
         raise ValueError(f"on_touch={on_touch!r} must be one of {allowed} for this memory")
     plain = tensor.plain() if isinstance(tensor, VirtualTensor) else tensor
     return VirtualTensor.wrap(plain.detach(), region, on_touch)
-
-
-def reserve(
-    meta: torch.Tensor, device: torch.device | str | None, on_touch: OnTouch, pool: PagePool | None
-) -> VirtualTensor:
-    """Addresses for a tensor of this shape, these strides and this dtype, and nothing else of it."""
-    if on_touch not in get_args(OnTouch):
-        raise ValueError(f"on_touch={on_touch!r} must be one of {get_args(OnTouch)}")
-    if meta.dtype in _QUANTIZED:
-        raise ValueError(f"dtype={meta.dtype} has a scale besides its values, for which a virtual tensor has no place")
-    where = resolve_device(device)
-    if pool is not None:
-        if not isinstance(pool, PagePool):
-            raise ValueError(f"pool={pool!r} must be a PagePool")
-        pool.check_open()
-        if pool.driver.device != device_name(where):
-            raise ValueError(f"pool of {pool.driver.device} cannot hold a tensor on {where}")
-    shape, strides, dtype = tuple(meta.shape), meta.stride(), meta.dtype
-    if 0 in shape:
-        return VirtualTensor.wrap(torch.empty_strided(shape, strides, dtype=dtype, device=where), None, on_touch)
-    num_elements = 1 + sum((size - 1) * stride for size, stride in zip(shape, strides, strict=True))
-    size_bytes = num_elements * dtype.itemsize
-    region = Region(pool or _default_pool(where), where, size_bytes, readable_holes=on_touch == "commit")
-    tensor = VirtualTensor.wrap(region.view(dtype, 0, shape, strides), region, on_touch)
-    region.drop()  # from here on the tensor and its views keep the memory
-    return tensor
 
 
 def _check_options(layout: torch.layout, pin_memory: bool) -> None:

@@ -7,7 +7,7 @@ from collections.abc import Sequence
 import numpy as np
 import numpy.typing as npt
 
-__all__ = ["covered", "footprint", "footprint_at"]
+__all__ = ["covered", "dense_blocks", "footprint", "footprint_at"]
 
 
 def footprint(
@@ -122,6 +122,44 @@ def covered(
     end = np.where(ends >= end_bytes, -(-ends // page_group_bytes), ends // page_group_bytes)
     holds_any = end > first
     return _runs(first[holds_any], end[holds_any]) if holds_any.any() else nothing
+
+
+def dense_blocks(
+    offset: int, shape: Sequence[int], strides: Sequence[int], element_bytes: int, most_blocks: int
+) -> list[tuple[int, int]] | None:
+    """The blocks of bytes without a gap of which a strided view consists.
+
+    Parameters
+    ----------
+    offset, shape, strides, element_bytes
+        As for `footprint`.
+    most_blocks : int
+        The most blocks to return.
+
+    Returns
+    -------
+    list of (int, int), or None
+        First byte and number of bytes of each. None where there are more, or where several elements share bytes.
+
+    >>> dense_blocks(0, (2, 3), (8, 1), 4, 99)
+    [(0, 12), (32, 12)]
+    """
+    if 0 in shape:
+        return []
+    steps = sorted((stride, size) for stride, size in zip(strides, shape, strict=True) if size > 1)
+    length, is_dense, number = 1, True, 1
+    for stride, size in steps:
+        is_dense &= stride == length
+        if is_dense:
+            length *= size
+        elif stride < length:
+            return None
+        else:
+            number *= size
+    if number > most_blocks:
+        return None
+    starts, block_bytes = _blocks(offset, shape, strides, element_bytes, 1)
+    return [(int(start), block_bytes) for start in starts]
 
 
 def _blocks(

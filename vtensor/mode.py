@@ -8,8 +8,8 @@ import torch
 from torch.overrides import TorchFunctionMode
 
 from vtensor.allocator.page_pool import PagePool
-from vtensor.factory import is_zero, reserve
-from vtensor.tensor import OnTouch
+from vtensor.effects import is_zero
+from vtensor.tensor import OnTouch, VirtualTensor
 from vtensor.units import MIB
 
 __all__ = ["virtual"]
@@ -103,7 +103,7 @@ class virtual(TorchFunctionMode):
         pool = self._pool
         if pool is not None and pool.driver.device.split(":")[0] != device.type:
             pool = None
-        return reserve(meta, device, self._on_touch, pool).requires_grad_(meta.requires_grad)
+        return VirtualTensor.reserve(meta, device, self._on_touch, pool).requires_grad_(meta.requires_grad)
 
 
 def _is_zero(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> bool:

@@ -6,7 +6,7 @@ import itertools
 import os
 import threading
 import weakref
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from contextlib import nullcontext
 from functools import cached_property
 from typing import cast
@@ -267,6 +267,20 @@ class Region(Unpicklable):
     def end_reading() -> None:
         """The end of what `begin_reading` began."""
         _shown_lock.release()
+
+    def held_bytes(self, blocks: Sequence[tuple[int, int]]) -> list[tuple[int, int]]:
+        """What has memory of blocks of bytes, rows of (first byte, number of bytes): more such rows."""
+        size, held = self.space.page_group_bytes, []
+        for start, number in blocks:
+            first, end = start // size, -(-(start + number) // size)
+            for run, count in self.space.mapped_runs(np.array([[first, end - first]]), in_service=True):
+                begin = max(start, run * size)
+                held.append((begin, min(start + number, (run + count) * size) - begin))
+        return held
+
+    def bytes_of(self, start: int, number: int) -> torch.Tensor:
+        """A plain uint8 tensor over some bytes, which all have memory."""
+        return self.view_again(torch.uint8, start, (number,), (1,))
 
     def ask_torch(self) -> bool:
         """Have torch give its cached memory back to the device, where that is what we share with it."""

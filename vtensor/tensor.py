@@ -8,24 +8,30 @@ import os
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from types import EllipsisType
-from typing import Any, ClassVar, Literal, cast
+from typing import Any, ClassVar, Literal, cast, get_args
 
 import numpy as np
 import numpy.typing as npt
 import torch
 from torch._subclasses import UnsupportedFakeTensorException
 
+from vtensor.allocator.page_pool import PagePool
+from vtensor.devices import device_name, resolve_device
 from vtensor.eager import eager, skip_our_frames
-from vtensor.effects import Effect, effect_of, out_names, stays_within, written_arguments
+from vtensor.effects import Effect, effect_of, fills_with_zeros, out_names, stays_within, written_arguments
 from vtensor.errors import UnmappedAccessError, VTensorError
-from vtensor.footprint import covered, footprint
+from vtensor.footprint import covered, dense_blocks, footprint
 from vtensor.indexing import indexed_ranges, is_indexed
+from vtensor.pools import default_pool
 from vtensor.region import READ_LIMIT_BYTES, Region
+from vtensor.streams import is_capturing
 from vtensor.units import format_bytes
 
 __all__ = ["NotForGraphs", "OnTouch", "VirtualTensor"]
 
 OnTouch = Literal["commit", "raise"]
+_MOST_BLOCKS = 1024  # beyond that, to write zeros piece by piece takes longer than it saves
+_QUANTIZED = {torch.qint8, torch.quint8, torch.qint32, torch.quint4x2, torch.quint2x4}
 # From the size of a page group to ranges of them, or None for all of a view.
 Select = Callable[[int], npt.NDArray[np.int64] | None] | None
 
@@ -109,6 +115,34 @@ class VirtualTensor(torch.Tensor):
         tensor._seen_epoch = seen_epoch
         return tensor
 
+    @staticmethod
+    def reserve(
+        meta: torch.Tensor, device: torch.device | str | None, on_touch: OnTouch, pool: PagePool | None
+    ) -> VirtualTensor:
+        """Addresses for a tensor of this shape, these strides and this dtype, and nothing else of it."""
+        if on_touch not in get_args(OnTouch):
+            raise ValueError(f"on_touch={on_touch!r} must be one of {get_args(OnTouch)}")
+        if meta.dtype in _QUANTIZED:
+            raise ValueError(
+                f"dtype={meta.dtype} has a scale besides its values, for which a virtual tensor has no place"
+            )
+        where = resolve_device(device)
+        if pool is not None:
+            if not isinstance(pool, PagePool):
+                raise ValueError(f"pool={pool!r} must be a PagePool")
+            pool.check_open()
+            if pool.driver.device != device_name(where):
+                raise ValueError(f"pool of {pool.driver.device} cannot hold a tensor on {where}")
+        shape, strides, dtype = tuple(meta.shape), meta.stride(), meta.dtype
+        if 0 in shape:
+            return VirtualTensor.wrap(torch.empty_strided(shape, strides, dtype=dtype, device=where), None, on_touch)
+        num_elements = 1 + sum((size - 1) * stride for size, stride in zip(shape, strides, strict=True))
+        size_bytes = num_elements * dtype.itemsize
+        region = Region(pool or default_pool(where), where, size_bytes, readable_holes=on_touch == "commit")
+        tensor = VirtualTensor.wrap(region.view(dtype, 0, shape, strides), region, on_touch)
+        region.drop()  # from here on the tensor and its views keep the memory
+        return tensor
+
     # -- operations -----------------------------------------------------------------------------------------------
 
     @classmethod
@@ -120,12 +154,16 @@ class VirtualTensor(torch.Tensor):
         effect = effect_of(func)
         if effect is Effect.COMPOSITE:
             return func.decompose(*args, **kwargs)
-        if effect is Effect.ACCESS:
+        if effect is Effect.ACCESS or effect is Effect.FILL:
             try:
+                if effect is Effect.FILL and fills_with_zeros(args) and _zero(args[0]):
+                    return args[0]
                 return _access(func, args, kwargs)
             except NotForGraphs:
                 return cls.put_in_graph(func, args, kwargs)
         if effect is Effect.REFUSED:
+            if _moves_nothing(func, args, kwargs):
+                return args[0]
             raise VTensorError(
                 f"{func} is not for virtual tensors: their storage never moves; use .plain() or a copy (.clone())"
             )
@@ -437,7 +475,7 @@ class VirtualTensor(torch.Tensor):
         try:
             new.copy_(rows.detach())
         except BaseException:
-            new._zero_resident()
+            new._zero_held()
             raise
         self._set_rows(shape[0] + number)
         return self
@@ -473,7 +511,7 @@ class VirtualTensor(torch.Tensor):
         if num_rows < len(self) and self._region is not None:
             # All that lies behind: what an append_ that failed had committed goes as well.
             self._region.give_back(self._rows(num_rows, max_rows)._covered(), "resize_rows_")
-            self._rows(num_rows, len(self))._zero_resident()
+            self._rows(num_rows, len(self))._zero_held()
         self._set_rows(num_rows)
         return self
 
@@ -497,16 +535,18 @@ class VirtualTensor(torch.Tensor):
             self.as_strided_((num_rows, *self.shape[1:]), self.stride(), self.storage_offset())
         self._seen_epoch = -1
 
-    def _zero_resident(self) -> None:
-        """Zero what has memory of a contiguous view; the rest reads as zeros anyway."""
+    def _zero_held(self) -> bool:
+        """Zero what has memory of this view. False, and nothing done, where it consists of too many pieces."""
         region = self._region
-        if region is None or self.numel() == 0:
-            return
+        if region is None:
+            return True
+        blocks = dense_blocks(int(self.storage_offset()), self.shape, self.stride(), self.element_size(), _MOST_BLOCKS)
+        if blocks is None:
+            return False
         region.use()
-        size, start = region.space.page_group_bytes, int(self.storage_offset()) * self.element_size()
-        data = self.plain().view(-1).view(torch.uint8)
-        for first, count in region.space.mapped_runs(self._footprint(), in_service=True):
-            data[max(0, first * size - start) : (first + count) * size - start].zero_()
+        for start, number in region.held_bytes(blocks):
+            region.bytes_of(start, number).zero_()
+        return True
 
     # -- exits to Python and to other libraries ---------------------------------------------------------------------
 
@@ -601,6 +641,29 @@ class VirtualTensor(torch.Tensor):
 def _named(operation: Any, tensor: torch.Tensor) -> str:
     """What was to be done, for an error."""
     return f"{operation} on a virtual tensor of shape {tuple(tensor.shape)}"
+
+
+def _zero(tensor: torch.Tensor) -> bool:
+    """Write zeros where a view has memory: the rest reads as zeros. False where to do it as usual is better."""
+    if not isinstance(tensor, VirtualTensor) or tensor._memory("zero_") is None or tensor._on_touch == "raise":
+        return False
+    region = cast(Region, tensor._region)
+    if os.getpid() != region.process_id:
+        region.space.check_open()
+    if tensor._seen_epoch == region.decommit_epoch or region.space.is_full or is_capturing(region.device):
+        return False  # a graph's replays would not know what has memory by then
+    return tensor._zero_held()
+
+
+def _moves_nothing(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> bool:
+    """Whether a resize is to the shape that is there."""
+    if func is torch.ops.aten.resize_.default:
+        shape = tuple(args[1])
+    elif func is torch.ops.aten.resize_as_.default:
+        shape = tuple(args[1].shape)
+    else:
+        return False
+    return tuple(args[0].shape) == shape and len(args) < 3 and kwargs.get("memory_format") is None
 
 
 def _access(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:

@@ -16,7 +16,7 @@ import torch
 import vtensor as vt
 from tests.helpers.faults import BROKEN, fail
 from tests.helpers.threads import Background
-from vtensor import factory
+from vtensor import pools
 from vtensor.allocator.driver import Call, Driver, get_driver
 from vtensor.allocator.driver.host import HostDriver
 
@@ -36,7 +36,7 @@ def way(request: pytest.FixtureRequest, device: str, monkeypatch: pytest.MonkeyP
         pytest.skip("a GPU has no readable holes")
     yield request.param
     gc.collect()
-    for pool in factory._pools.values():
+    for pool in pools._pools.values():
         pool.trim()  # of the zeros
 
 
@@ -365,3 +365,73 @@ def test_the_lock_is_free_after_an_error(pool: vt.PagePool) -> None:
     other = Background(lambda: x[1].fill_(1))
     other.join()
     assert x[1].any()
+
+
+ZEROING: dict[str, Callable[[Any], Any]] = {
+    "zero_": lambda x: x.zero_(),
+    "fill_": lambda x: x.fill_(0),
+    "of rows": lambda x: x[1:5].zero_(),
+    "of a column": lambda x: x[:, 5:9].fill_(False),
+    "of many small pieces": lambda x: x.view(-1, 4)[:, 1:3].zero_(),
+    "transposed": lambda x: x.t()[3:].zero_(),
+    "by an index": lambda x: x.__setitem__((slice(2, 7), slice(100)), 0),
+    "of every other row": lambda x: x[::2].zero_(),
+    "of one element": lambda x: x[3, 3].zero_(),
+    "of nothing": lambda x: x[3:3].zero_(),
+}
+
+
+@pytest.mark.parametrize("name", ZEROING)
+def test_zeros_are_written_to_memory_only(name: str, pool: vt.PagePool) -> None:
+    x = rows(pool)
+    dense = torch.zeros(tuple(x.shape), dtype=x.dtype, device=x.device)
+    for tensor in (x, dense):
+        tensor[3] = 7
+        tensor[6, 5:] = 9
+    if name == "of many small pieces":  # which no loop goes through: these are written in one operation
+        with pytest.raises(vt.OutOfPagesError):
+            ZEROING[name](x)
+        return
+    ZEROING[name](x)
+    ZEROING[name](dense)
+    assert torch.equal(x.clone(), dense)
+    assert x.residency().tolist() == [False] * 3 + [True] + [False] * 2 + [True] + [False]
+
+
+def test_zeros_are_written_to_what_was_shown(pool: vt.PagePool) -> None:
+    x = rows(pool)
+    x[3] = 7
+    assert x.sum().item() == 7 * x.shape[1]  # on a GPU, all of it is mapped now
+    assert x.zero_() is x
+    assert not x.any()
+    assert x.resident_bytes == pool.page_group_bytes
+    x[:4].fill_(-0.0)  # an integer, so no other bits than 0
+    assert not x.any()
+
+
+def test_negative_zero_is_written(pool: vt.PagePool) -> None:
+    x = rows(pool).view(torch.float32)
+    x[3].fill_(-0.0)
+    assert x[3].signbit().all()
+    assert x.resident_bytes == pool.page_group_bytes
+
+
+def test_who_raises_raises_for_zeros_too(pool: vt.PagePool) -> None:
+    x = rows(pool, on_touch="raise").commit(2)
+    with pytest.raises(vt.UnmappedAccessError):
+        x.zero_()
+    x[:2].zero_()
+
+
+def test_a_resize_to_the_same_shape_is_none(pool: vt.PagePool) -> None:
+    x = rows(pool).view(torch.float32)
+    shape = (2, x.shape[1])
+    torch.manual_seed(5)
+    assert torch.randn(*shape, out=x[2:4]).shape == shape
+    torch.manual_seed(5)
+    assert torch.equal(x[2:4].clone(), torch.randn(*shape, device=x.device))
+    assert x.resize_(x.shape) is x
+    assert x.resize_as_(torch.empty(x.shape)) is x
+    for size in ((2, 2), (x.numel(),)):
+        with pytest.raises(vt.VTensorError, match="resize_"):
+            x.resize_(size)
