@@ -14,6 +14,7 @@ from vtensor.errors import (
     VTensorError,
 )
 from vtensor.factory import as_virtual, empty, empty_like, empty_strided, full, zeros, zeros_like
+from vtensor.indexing import unread_indices
 from vtensor.kvcache import KVCacheConfig, KVCacheManager, KVCacheStats, LayerSpec, StepResult
 from vtensor.mode import virtual
 from vtensor.tensor import VirtualTensor
@@ -40,6 +41,7 @@ __all__ = [
     "empty_like",
     "empty_strided",
     "full",
+    "unread_indices",
     "virtual",
     "zeros",
     "zeros_like",

@@ -85,10 +85,7 @@ def empty(
     meta = torch.empty(
         shape if max_rows is None else (max_rows, *shape[1:]), dtype=dtype, device="meta", memory_format=memory_format
     )
-    tensor = VirtualTensor.reserve(meta, device, on_touch, pool)
-    if max_rows is not None:
-        tensor._max_rows = max_rows
-        tensor._set_rows(shape[0])
+    tensor = VirtualTensor.reserve(meta, device, on_touch, pool, num_rows=None if max_rows is None else shape[0])
     return tensor.requires_grad_(requires_grad)  # type: ignore[return-value]
 
 

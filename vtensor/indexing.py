@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import threading
 from collections.abc import Callable, Sequence
+from contextlib import ContextDecorator
 from functools import cache
 from typing import Any
 
@@ -12,12 +14,44 @@ import torch
 
 from vtensor.footprint import footprint_at
 
-__all__ = ["indexed_ranges", "is_indexed"]
+__all__ = ["indexed_ranges", "is_indexed", "unread_indices"]
 
 Int64 = npt.NDArray[np.int64]
 # Where the parts begin that are accessed, in elements, and the shape and strides of each.
 _Parts = tuple[Int64, tuple[int, ...], tuple[int, ...]]
 _MOST_BLOCKS = 1 << 24  # beyond that, to find them takes longer than to commit the whole
+
+
+class _Unread(threading.local):
+    depth = 0
+
+
+_unread = _Unread()
+
+
+class unread_indices(ContextDecorator):
+    """Within it, index tensors are not read: an operation with one is taken to touch all of the view that it indexes.
+
+    To know which page groups an index tensor on a GPU names, it has to be read, which waits for the device. Here the
+    whole view is committed, or shown as zeros to a read, instead. (What is committed as a whole beforehand, with
+    `VirtualTensor.commit`, costs neither.) Of this thread only; may be nested. An index out of range is for the kernel
+    to find, as it is with any tensor.
+
+    Examples
+    --------
+    >>> import torch, vtensor as vt
+    >>> x = vt.empty(1 << 20, device="cpu")
+    >>> with vt.unread_indices():
+    ...     x[:65_536][torch.tensor([3, 5])] = 1
+    >>> x.resident_bytes
+    262144
+    """
+
+    def __enter__(self) -> None:
+        _unread.depth += 1
+
+    def __exit__(self, *error: object) -> None:
+        _unread.depth -= 1
 
 
 def _as_numpy(index: torch.Tensor) -> npt.NDArray[Any]:
@@ -120,6 +154,18 @@ def _elements(tensor: torch.Tensor, index: torch.Tensor) -> _Parts | None:
     return offsets, (), ()
 
 
+def _by_coordinates(tensor: torch.Tensor, other: torch.Tensor) -> _Parts | None:
+    """What a sparse tensor, which is added in place, has values for."""
+    if tensor.shape != other.shape or tensor.dtype != other.dtype or not tensor.is_contiguous():
+        return None  # torch refuses it, or works on a copy, all of which it copies back
+    places = _as_numpy(other._indices())
+    strides, number = tensor.stride(), len(places)
+    offsets = (places * np.array(strides[:number], np.int64).reshape(number, 1)).sum(axis=0)
+    return offsets, tuple(tensor.shape[number:]), strides[number:]
+
+
+_ADD = torch.ops.aten.add_.Tensor
+
 # By operator: the names of its arguments after the tensor that say where, and who understands them.
 _OPERATORS: dict[str, tuple[tuple[str, ...], Callable[..., _Parts | None]]] = {
     **dict.fromkeys(("aten::index", "aten::_unsafe_index"), (("indices",), _by_indices)),
@@ -137,6 +183,7 @@ _OPERATORS: dict[str, tuple[tuple[str, ...], Callable[..., _Parts | None]]] = {
         (("indices",), _rows),
     ),
     **dict.fromkeys(("aten::take", "aten::put_"), (("index",), _elements)),
+    "aten::add_": (("other",), _by_coordinates),
 }
 
 
@@ -145,9 +192,15 @@ def _positions(func: Any) -> dict[str, int]:
     return {argument.name: position for position, argument in enumerate(func._schema.arguments)}
 
 
+def is_indexed(func: Any, args: tuple[Any, ...]) -> bool:
+    """Whether an operator accesses its first argument where index tensors say, and nowhere else; and may read them."""
+    if func is _ADD:
+        return len(args) > 1 and isinstance(args[1], torch.Tensor) and args[1].layout is torch.sparse_coo
+    return _has_indices(func) and not _unread.depth
+
+
 @cache
-def is_indexed(func: Any) -> bool:
-    """Whether an operator accesses its first argument where index tensors say, and nowhere else."""
+def _has_indices(func: Any) -> bool:
     return func._schema.name in _OPERATORS
 
 

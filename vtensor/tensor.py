@@ -5,9 +5,10 @@ from __future__ import annotations
 import copy
 import functools
 import os
-from collections.abc import Callable, Iterator
+import sys
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import contextmanager
-from types import EllipsisType
+from types import EllipsisType, FrameType
 from typing import Any, ClassVar, Literal, cast, get_args
 
 import numpy as np
@@ -117,9 +118,17 @@ class VirtualTensor(torch.Tensor):
 
     @staticmethod
     def reserve(
-        meta: torch.Tensor, device: torch.device | str | None, on_touch: OnTouch, pool: PagePool | None
+        meta: torch.Tensor,
+        device: torch.device | str | None,
+        on_touch: OnTouch,
+        pool: PagePool | None,
+        *,
+        num_rows: int | None = None,
     ) -> VirtualTensor:
-        """Addresses for a tensor of this shape, these strides and this dtype, and nothing else of it."""
+        """Addresses for a tensor of this shape, these strides and this dtype, and nothing else of it.
+
+        With `num_rows` it grows in place: the shape is the largest, and it has so many rows at first.
+        """
         if on_touch not in get_args(OnTouch):
             raise ValueError(f"on_touch={on_touch!r} must be one of {get_args(OnTouch)}")
         if meta.dtype in _QUANTIZED:
@@ -135,13 +144,14 @@ class VirtualTensor(torch.Tensor):
                 raise ValueError(f"pool of {pool.driver.device} cannot hold a tensor on {where}")
         shape, strides, dtype = tuple(meta.shape), meta.stride(), meta.dtype
         if 0 in shape:
-            return VirtualTensor.wrap(torch.empty_strided(shape, strides, dtype=dtype, device=where), None, on_touch)
+            tensor = VirtualTensor.wrap(torch.empty_strided(shape, strides, dtype=dtype, device=where), None, on_touch)
+            return tensor if num_rows is None else tensor._growing(num_rows)
         num_elements = 1 + sum((size - 1) * stride for size, stride in zip(shape, strides, strict=True))
         size_bytes = num_elements * dtype.itemsize
         region = Region(pool or default_pool(where), where, size_bytes, readable_holes=on_touch == "commit")
         tensor = VirtualTensor.wrap(region.view(dtype, 0, shape, strides), region, on_touch)
         region.drop()  # from here on the tensor and its views keep the memory
-        return tensor
+        return tensor if num_rows is None else tensor._growing(num_rows)
 
     # -- operations -----------------------------------------------------------------------------------------------
 
@@ -530,6 +540,11 @@ class VirtualTensor(torch.Tensor):
         offset = self.storage_offset() + first * self.stride(0)
         return cast(VirtualTensor, self.detach().as_strided((end - first, *self.shape[1:]), self.stride(), offset))
 
+    def _growing(self, num_rows: int) -> VirtualTensor:
+        self._max_rows = len(self)
+        self._set_rows(num_rows)
+        return self
+
     def _set_rows(self, num_rows: int) -> None:
         with torch._C._DisableTorchDispatch():
             self.as_strided_((num_rows, *self.shape[1:]), self.stride(), self.storage_offset())
@@ -615,19 +630,63 @@ class VirtualTensor(torch.Tensor):
 
     @eager
     def __deepcopy__(self, memo: dict[int, Any]) -> torch.Tensor:
-        """A plain copy of this view's data, not of the whole storage."""
-        copied = memo[id(self)] = self._plain_copy()
+        """Of a whole virtual tensor another one, of the same pool, in which the same has memory; of a view its data."""
+        copied = memo[id(self)] = self._like(self._whole_copy() if self._is_whole() else self.detach().clone())
         if self.is_leaf and self.grad is not None:
             copied.grad = copy.deepcopy(self.grad, memo)
         return copied
 
     @eager
     def __reduce_ex__(self, protocol: Any) -> Any:
-        """Pickled as a plain tensor of this view's data, not of the whole storage."""
-        return self._plain_copy().__reduce_ex__(protocol)  # type: ignore[no-untyped-call]
+        """Pickled, of a whole tensor, as a virtual one of what has memory; of a view as a plain tensor of its data."""
+        if not self._is_whole() or _is_saving_in_old_format():
+            return self._like(self.detach().clone()).__reduce_ex__(protocol)  # type: ignore[no-untyped-call]
+        region = cast(Region, self._region)
+        region.use()
+        spans = region.held_bytes([(0, self.nbytes)])
+        nothing = torch.empty(0, dtype=torch.uint8, device=self.device)
+        data = torch.cat([region.bytes_of(*span) for span in spans]) if spans else nothing
+        most = self._most()
+        how = (self._on_touch, self._num_rows(), self.requires_grad, isinstance(self, torch.nn.Parameter))
+        return _restore, (tuple(most.shape), most.stride(), most.dtype, how, spans, data)
 
-    def _plain_copy(self) -> torch.Tensor:
-        copied = self.detach().clone()
+    def _is_whole(self) -> bool:
+        """Whether this is all that there is of a virtual tensor, rather than a view of a part."""
+        region = self._memory("a copy")
+        if region is None or region.owner:
+            return False
+        if self._max_rows is not None:
+            return True
+        blocks = dense_blocks(int(self.storage_offset()), self.shape, self.stride(), self.element_size(), 1)
+        return blocks == [(0, region.data_bytes)]
+
+    def _whole_copy(self) -> VirtualTensor:
+        region = cast(Region, self._region)
+        pool = None if region.space.pool is default_pool(self.device) else region.space.pool
+        copied = VirtualTensor.reserve(self._most(), self.device, self._on_touch, pool, num_rows=self._num_rows())
+        spans = region.held_bytes([(0, self.nbytes)])
+        region.use()
+        copied._put(spans, [region.bytes_of(*span) for span in spans])
+        return copied
+
+    def _most(self) -> torch.Tensor:
+        """Shape, strides and dtype; of a tensor that grows in place, when it has all of its rows."""
+        shape = self.shape if self._max_rows is None else (self._max_rows, *self.shape[1:])
+        return torch.empty_strided(shape, self.stride(), dtype=self.dtype, device="meta")
+
+    def _num_rows(self) -> int | None:
+        return None if self._max_rows is None else len(self)
+
+    def _put(self, spans: Sequence[tuple[int, int]], parts: Iterable[torch.Tensor]) -> None:
+        """Write bytes: spans of (first byte, number), and what is to be there."""
+        region = cast(Region, self._region)
+        size = region.space.page_group_bytes
+        for (start, number), part in zip(spans, parts, strict=True):
+            region.commit(footprint(start, (number,), (1,), 1, size), "a copy of a virtual tensor")
+            region.bytes_of(start, number).copy_(part)
+
+    def _like(self, copied: torch.Tensor) -> torch.Tensor:
+        """As this one is a parameter, or requires grad."""
         if isinstance(self, torch.nn.Parameter):
             return torch.nn.Parameter(copied, self.requires_grad)
         return copied.requires_grad_(self.requires_grad)
@@ -636,6 +695,47 @@ class VirtualTensor(torch.Tensor):
     def share_memory_(self) -> VirtualTensor:
         """Refused: other processes cannot see these addresses."""
         raise VTensorError("a virtual tensor cannot move to shared memory: share a copy, x.clone().share_memory_()")
+
+
+def _restore(
+    shape: tuple[int, ...],
+    strides: tuple[int, ...],
+    dtype: torch.dtype,
+    how: tuple[OnTouch, int | None, bool, bool],
+    spans: list[tuple[int, int]],
+    data: torch.Tensor,
+) -> torch.Tensor:
+    """The virtual tensor that was pickled, on the device on which its data is loaded.
+
+    Raises
+    ------
+    ValueError
+        The data does not fit the tensor: the file is not one that was saved.
+    """
+    on_touch, num_rows, requires_grad, is_parameter = how
+    meta = torch.empty_strided(shape, strides, dtype=dtype, device="meta")
+    tensor = VirtualTensor.reserve(meta, data.device, on_touch, None, num_rows=num_rows)
+    end = tensor.nbytes
+    if any(start < 0 or number < 1 or start + number > end for start, number in spans):
+        raise ValueError(f"a span of {spans} lies outside a tensor of {end:,} bytes")
+    if data.dtype is not torch.uint8 or data.dim() != 1 or len(data) != sum(number for _, number in spans):
+        raise ValueError(f"{_describe(data)} of {data.dtype} is not what {len(spans)} spans hold")
+    if spans:
+        tensor._put(spans, torch.split(data, [number for _, number in spans]))
+    if is_parameter:
+        return torch.nn.Parameter(tensor, requires_grad)
+    return tensor.requires_grad_(requires_grad)
+
+
+torch.serialization.add_safe_globals([_restore])  # it checks what it is given
+
+
+def _is_saving_in_old_format() -> bool:
+    """Whether `torch.save` writes its old format, which reads data only after all objects are made: too late for us."""
+    frame: FrameType | None = sys._getframe()
+    while frame is not None and frame.f_code is not torch.serialization._legacy_save.__code__:
+        frame = frame.f_back
+    return frame is not None
 
 
 def _named(operation: Any, tensor: torch.Tensor) -> str:
@@ -673,7 +773,7 @@ def _access(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
     try:
         reads = []
         select: Select = None
-        if is_indexed(func):
+        if is_indexed(func, args):
             select = functools.partial(indexed_ranges, func, args, kwargs)
         for index, argument in enumerate(args):
             if isinstance(argument, VirtualTensor):

@@ -3,12 +3,14 @@
 from __future__ import annotations
 
 from collections.abc import Callable
+from contextlib import suppress
 from typing import Any
 
 import pytest
 import torch
 
 import vtensor as vt
+from tests.helpers.threads import in_threads
 from vtensor.allocator.driver import get_driver
 
 NUM_ROWS = 12
@@ -178,3 +180,99 @@ def test_virtual_indices_are_only_read() -> None:
     x, index = rows_of_a_page_group("cpu"), vt.zeros(4, dtype=torch.int64, device="cpu")
     x[index] = 3.0
     assert (x.residency().sum(), index.resident_bytes) == (1, 0)
+
+
+# -- sparse gradients -----------------------------------------------------------------------------------------------
+
+
+def sparse_rows(device: str, *rows: int, dense_dims: int = 2, dtype: torch.dtype = torch.float32) -> torch.Tensor:
+    """A sparse tensor with ones in some rows, not coalesced."""
+    shape = (NUM_ROWS, 2, page(device) // 8)
+    if dense_dims == 2:
+        return torch.sparse_coo_tensor(
+            torch.tensor([rows]), torch.ones(len(rows), *shape[1:], dtype=dtype), shape, device=device
+        )
+    places = torch.tensor([rows, [1] * len(rows), [5] * len(rows)])
+    return torch.sparse_coo_tensor(places, torch.ones(len(rows), dtype=dtype), shape, device=device)
+
+
+@pytest.mark.parametrize("dense_dims", [2, 0])
+def test_a_sparse_tensor_is_added_to_what_it_has_values_for(dense_dims: int, device: str) -> None:
+    x, dense = rows_of_a_page_group(device), torch.zeros(NUM_ROWS, 2, page(device) // 8, device=device)
+    for tensor in (x, dense):
+        assert tensor.add_(sparse_rows(device, 3, 9, 3, dense_dims=dense_dims), alpha=-2) is tensor
+    assert torch.equal(x.clone(), dense)
+    assert x.residency().nonzero()[0].tolist() == [3, 9]
+    x.add_(sparse_rows(device, dense_dims=2))
+    assert x.residency().sum() == 2
+
+
+def test_other_additions_are_as_ever(device: str) -> None:
+    x = rows_of_a_page_group(device)
+    x[2:4].add_(1)
+    x[5].add_(torch.ones(2, 1, device=device))
+    assert x.residency().nonzero()[0].tolist() == [2, 3, 5]
+    with pytest.raises(RuntimeError):
+        x[1:].add_(sparse_rows(device, 3))  # of another shape
+    x.add_(sparse_rows(device, 7, dtype=torch.float64))  # works on a copy, all of which is copied back
+    assert x[7].sum().item() == x[7].numel()
+    y = rows_of_a_page_group(device)
+    y.transpose(1, 2).add_(sparse_rows(device, 3).transpose(1, 2))
+    assert y[3].sum().item() == y[3].numel()
+
+
+def test_a_sparse_gradient_trains_the_rows_it_names(device: str) -> None:
+    weight = rows_of_a_page_group(device).flatten(1).requires_grad_()
+    optimizer = torch.optim.SGD([weight], lr=0.5)
+    rows = on(weight)(ints(3, 7, 3))
+    torch.nn.functional.embedding(rows, weight, sparse=True).sum().backward()
+    optimizer.step()
+    assert weight.detach()[:, 0].tolist() == [
+        -0.5 * [0, 0, 0, 2, 0, 0, 0, 1, 0, 0, 0, 0][row] for row in range(NUM_ROWS)
+    ]
+    assert weight.residency().nonzero()[0].tolist() == [3, 7]
+
+
+# -- indices that are not read --------------------------------------------------------------------------------------
+
+
+def test_unread_indices_commit_the_view(device: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    x, dense = rows_of_a_page_group(device), torch.zeros(NUM_ROWS, 2, page(device) // 8, device=device)
+    index = on(x)(ints(1, 3))
+    with vt.unread_indices():
+        monkeypatch.setattr("vtensor.indexing._as_numpy", None)
+        for tensor in (x, dense):
+            tensor[4:8][index] = 2
+            with vt.unread_indices():
+                assert tensor[9:][index[:1] - 1].sum().item() == 0
+            tensor[4:6].index_add_(0, index[:1], tensor.new_ones(1, *tensor.shape[1:]))
+    monkeypatch.undo()
+    assert torch.equal(x.clone(), dense)
+    assert x.residency().nonzero()[0].tolist() == [4, 5, 6, 7]
+    x[on(x)(ints(0))] = 1
+    assert x.residency().nonzero()[0].tolist() == [0, 4, 5, 6, 7]
+
+
+def test_unread_indices_are_of_one_thread(device: str) -> None:
+    x = rows_of_a_page_group(device)
+
+    @vt.unread_indices()
+    def write(index: torch.Tensor) -> None:
+        in_threads(lambda: x.__setitem__(on(x)(ints(0)), 1))
+        assert x.residency().sum() == 1
+        x[8:][index] = 2
+
+    write(on(x)(ints(3)))
+    with suppress(ZeroDivisionError), vt.unread_indices():
+        raise ZeroDivisionError
+    x[on(x)(ints(5))] = 1
+    assert x.residency().nonzero()[0].tolist() == [0, 5, 8, 9, 10, 11]
+
+
+def test_what_was_committed_whole_is_not_read_for(device: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    x = rows_of_a_page_group(device).commit()
+    index = on(x)(ints(1, 3))
+    monkeypatch.setattr("vtensor.indexing._as_numpy", None)
+    x[index] = 1
+    x[2:9][index] = 2
+    assert x.transpose(0, 1)[:, index].sum().item() == (1 + 2) * x[0].numel()

@@ -413,9 +413,9 @@ def test_raise_changes_nothing_and_later_works(device: str) -> None:
         lambda x: x.__dlpack__(),
         lambda x: torch.from_dlpack(x),
         lambda x: np.from_dlpack(x),
-        lambda x: copy.deepcopy(x),
-        lambda x: pickle.dumps(x),
-        lambda x: torch.save(x, io.BytesIO()),
+        lambda x: copy.deepcopy(x[:2]),
+        lambda x: pickle.dumps(x[:2]),
+        lambda x: torch.save(x[:2], io.BytesIO()),
         lambda x: bool(x[0]),
         lambda x: float(x[0]),
         lambda x: int(x[0]),
@@ -553,7 +553,14 @@ def test_the_message_says_how_many_are_missing(device: str) -> None:
 def test_huge_reads_end_in_a_typed_error() -> None:
     x = vt.empty(TIB // ROW, 2 * ROW, dtype=torch.uint8, device="cpu")
     x[3] = 1
-    for operation in (x.sum, x.tolist, x.clone, x.unique, lambda: pickle.dumps(x), lambda: x.expand(3, -1, -1).max()):
+    for operation in (
+        x.sum,
+        x.tolist,
+        x.clone,
+        x.unique,
+        lambda: pickle.dumps(x[:-1]),
+        lambda: x.expand(3, -1, -1).max(),
+    ):
         with pytest.raises(
             vt.UnmappedAccessError, match=r"would read 2 TiB of zeros.* limit is 1 TiB\. Read a part of it"
         ):

@@ -1,0 +1,212 @@
+"""Copies and files of whole virtual tensors: of what has memory, and nothing else."""
+
+from __future__ import annotations
+
+import copy
+import gc
+import io
+import pickle
+import subprocess
+import sys
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+
+import vtensor as vt
+from tests.helpers.faults import BROKEN, fail
+from vtensor import tensor as tensor_module
+from vtensor.allocator.driver import Call, Driver, get_driver
+
+
+def page(device: str) -> int:
+    return int(get_driver(device).default_page_group_bytes)
+
+
+def saved(value: Any, **options: Any) -> io.BytesIO:
+    file = io.BytesIO()
+    torch.save(value, file, **options)
+    file.seek(0)
+    return file
+
+
+COPIES: dict[str, Callable[[Any], Any]] = {
+    "deepcopy": copy.deepcopy,
+    "pickle": lambda x: pickle.loads(pickle.dumps(x)),
+    "torch.save": lambda x: torch.load(saved(x)),
+    "torch.save, all globals": lambda x: torch.load(saved(x), weights_only=False),
+}
+
+
+@pytest.mark.parametrize("name", COPIES)
+def test_a_whole_tensor_is_copied_as_one(name: str, device: str) -> None:
+    x = vt.empty(1 << 20, 1 << 18, device=device)
+    x[3, :4] = torch.arange(4.0)
+    x[-1, -1] = 5
+    x[1 << 19] = 6
+    y = COPIES[name](x)
+    assert isinstance(y, vt.VirtualTensor)
+    assert (y.shape, y.stride(), y.dtype, y.device) == (x.shape, x.stride(), x.dtype, x.device)
+    assert y.resident_bytes == x.resident_bytes
+    assert y.residency().nonzero()[0].tolist() == x.residency().nonzero()[0].tolist()
+    for row in (0, 3, 1 << 19, -1):
+        assert torch.equal(y[row].clone(), x[row].clone())
+    y[3, 0] = 9
+    assert x[3, 0].item() == 0
+
+
+@pytest.mark.parametrize("name", COPIES)
+@pytest.mark.parametrize(
+    "make",
+    [
+        lambda device: vt.empty(5, 6, 7, dtype=torch.bfloat16, device=device).permute(2, 0, 1),
+        lambda device: vt.empty_strided((3, 4), (1, 3), dtype=torch.complex64, device=device),
+        lambda device: vt.empty((), dtype=torch.bool, device=device),
+        lambda device: vt.empty(2, 3, 4, 4, device=device, memory_format=torch.channels_last),
+    ],
+)
+def test_any_shape_and_strides(make: Callable[[str], Any], name: str, device: str) -> None:
+    x = make(device)
+    assert not COPIES[name](x).any()
+    x.copy_(torch.arange(x.numel()).view(x.shape))
+    y = COPIES[name](x)
+    assert isinstance(y, vt.VirtualTensor)
+    assert (y.shape, y.stride(), y.dtype) == (x.shape, x.stride(), x.dtype)
+    assert torch.equal(y.clone(), x.clone())
+
+
+@pytest.mark.parametrize("name", COPIES)
+def test_a_tensor_that_grows_goes_on_growing(name: str, device: str) -> None:
+    x = vt.empty(0, 64, device=device, max_rows=1 << 24)
+    empty = COPIES[name](x)
+    x.append_(torch.arange(64.0))
+    y = COPIES[name](x)
+    for tensor, before in ((empty, 0), (y, 1)):
+        assert tensor.shape == (before, 64)
+        assert tensor.max_rows == 1 << 24
+        tensor.append_(torch.ones(2, 64, device=device))
+        assert tensor.sum().item() == 128 + before * 63 * 32
+    assert x.shape == (1, 64)
+
+
+@pytest.mark.parametrize("name", COPIES)
+def test_modules_keep_their_parameters(name: str, device: str) -> None:
+    module = torch.nn.Module()
+    module.weight = torch.nn.Parameter(vt.zeros(1 << 20, 256, device=device))
+    module.frozen = torch.nn.Parameter(vt.zeros(1 << 20, 256, device=device), requires_grad=False)
+    module.register_buffer("buffer", vt.zeros(1 << 30, device=device, on_touch="raise"))
+    with torch.no_grad():
+        module.weight[5] = 1
+    state = COPIES[name](module.state_dict())
+    assert all(isinstance(value, vt.VirtualTensor) for value in state.values())
+    assert state["weight"][5].sum().item() == 256
+    assert sum(value.resident_bytes for value in state.values()) == page(device)
+    with pytest.raises(vt.UnmappedAccessError):
+        state["buffer"].sum()
+    if name != "deepcopy":  # a state dict has parameters no more
+        return
+    other = copy.deepcopy(module)
+    assert isinstance(other.weight, torch.nn.Parameter)
+    assert [parameter.requires_grad for parameter in other.parameters()] == [True, False]
+    assert other.weight.resident_bytes == page(device)
+
+
+def test_views_are_copied_as_plain_tensors(device: str) -> None:
+    x = vt.empty(64, page(device), dtype=torch.uint8, device=device)
+    x[3] = 1
+    for view in (x[1:], x[:, :-1], x[::2], x.view(torch.int32)[:-1], x[None].expand(2, -1, -1)):
+        for function in COPIES.values():
+            copied = function(view)
+            assert type(copied) is torch.Tensor
+            assert torch.equal(copied, view.clone())
+    for view in (x[:], x.view(-1), x.t(), x.detach(), x.view(torch.int32)):  # these show all of it
+        assert isinstance(copy.deepcopy(view), vt.VirtualTensor)
+
+
+def test_a_layer_of_a_cache_is_copied_as_a_plain_tensor(device: str) -> None:
+    config = vt.KVCacheConfig(num_layers=1, num_kv_heads=1, head_dim=64, max_batch_size=1, max_context_tokens=4096)
+    with vt.KVCacheManager(config, device=device, capacity_bytes=64 << 20) as cache:
+        cache.alloc_reqid()
+        assert cache.step([16])
+        keys, _ = cache.layer(0)
+        assert type(copy.deepcopy(keys[:, :16])) is torch.Tensor
+        with pytest.raises(vt.UnmappedAccessError):
+            copy.deepcopy(keys)
+        del keys
+
+
+def test_a_copy_has_the_same_pool(device: str) -> None:
+    size = page(device)
+    pool = vt.PagePool(device, capacity_bytes=5 * size, page_group_bytes=size, max_size_class_bytes=size)
+    x = vt.full((3, size), 7, dtype=torch.uint8, device=device, pool=pool)
+    with pytest.raises(vt.OutOfPagesError):
+        copy.deepcopy(x)
+    gc.collect()
+    x[1:2].decommit()
+    y = copy.deepcopy(x)
+    assert pool.stats().mapped_page_groups == 4
+    assert torch.equal(x.clone(), y.clone())
+    del x, y
+    gc.collect()
+    if device != "cpu":
+        torch.cuda.synchronize()
+    pool.close()
+
+
+def test_a_copy_that_fails_leaves_nothing(device: str, driver: Driver) -> None:
+    pool = vt.PagePool(device, capacity_bytes=64 * page(device))
+    x = vt.full((8, page(device)), 7, dtype=torch.uint8, device=device, pool=pool)
+    before = pool.stats().mapped_page_groups
+    with fail(driver, Call.MAP, 1, BROKEN), pytest.raises(vt.DriverError):
+        copy.deepcopy(x)
+    gc.collect()
+    assert pool.stats().mapped_page_groups == before
+
+
+def test_what_cannot_have_been_saved_is_refused() -> None:
+    data = torch.zeros(8, dtype=torch.uint8)
+    how = ("commit", None, False, False)
+    good = ((4, 4), (4, 1), torch.float32, how, [(0, 8)], data)
+    assert tensor_module._restore(*good).shape == (4, 4)
+    for spans in ([(-8, 8)], [(60, 8)], [(1 << 40, 8)], [(0, 8), (8, 0)]):
+        with pytest.raises(ValueError, match="outside"):
+            tensor_module._restore(*good[:4], spans, data)
+    for other in (data[:7], data.float(), data.view(2, 4)):
+        with pytest.raises(ValueError, match="is not what"):
+            tensor_module._restore(*good[:5], other)
+
+
+def test_a_file_is_read_by_another_process(tmp_path: Path) -> None:
+    x = vt.empty(1 << 40, dtype=torch.uint8, device="cpu")
+    x[5], x[-1] = 3, 4
+    torch.save({"x": x}, tmp_path / "x.pt")
+    assert (tmp_path / "x.pt").stat().st_size < 1 << 18
+    script = (
+        "import sys, torch, vtensor\n"
+        "x = torch.load(sys.argv[1])['x']\n"
+        "print(type(x).__name__, x[5].item(), x[-1].item(), x.resident_bytes)"
+    )
+    done = subprocess.run(
+        [sys.executable, "-c", script, str(tmp_path / "x.pt")], capture_output=True, text=True, check=True
+    )
+    assert done.stdout.split() == ["VirtualTensor", "3", "4", str(x.resident_bytes)]
+
+
+def test_the_old_format_holds_all_of_a_tensor(device: str) -> None:
+    x = vt.empty(4, 4, device=device)
+    x[3] = 5
+    y = torch.load(saved(x, _use_new_zipfile_serialization=False))
+    assert type(y) is torch.Tensor
+    assert torch.equal(y, x.clone())
+    with pytest.raises(vt.VTensorError):
+        saved(vt.empty(1 << 45, device="cpu"), _use_new_zipfile_serialization=False)
+
+
+@pytest.mark.gpu
+def test_a_file_is_read_on_another_device() -> None:
+    x = vt.empty(1 << 30, device="cuda")
+    x[5] = 3
+    y = torch.load(saved(x), map_location="cpu")
+    assert (type(y), y.device.type, y[5].item()) == (vt.VirtualTensor, "cpu", 3)
