@@ -84,7 +84,7 @@ assert like.stride() == torch.empty_like(torch.ones(3, 5).t()).stride()
 # An `out=` is filled in place, whether it is the tensor or a view of it.
 
 # %%
-torch.rand(2, row, out=x[2:4])
+torch.randn(2, row, out=x[2:4])
 torch.mul(torch.ones(row, device=device), 3, out=x[8])
 show(x, "rows 2, 3 and 8 were an out=")
 assert np.flatnonzero(x.residency()).tolist() == [2, 3, 8]
@@ -132,6 +132,9 @@ show(grid, "a grid", lines=16)
 assert grid.resident_bytes == (6 * 4 + 16 + 4 + 3 + 2 * 2) * page
 
 # %% [markdown]
+# (On a GPU an index tensor is read for that, which waits for the device. `with vt.unread_indices():` commits the whole
+# view instead; and of memory that was committed whole nothing needs to be read.)
+#
 # An operation whose reach depends on values in another way may write anywhere in its view, so all of that view is
 # committed: `masked_fill_` is one. Give it the part that is meant.
 
@@ -208,24 +211,27 @@ assert host[:10].sum() == 1
 show(x, "rows 5 and 6, by DLPack")
 
 # %% [markdown]
-# Copies are plain: `clone`, `deepcopy`, and what `torch.save` writes. Of a view it is the data of that view, where
-# torch saves the whole storage below a plain one. Holes are copied as the zeros that they read as.
+# A copy of a view is a plain tensor of that view's data, also in a file, where torch saves the whole storage below a
+# plain one. `deepcopy`, `pickle` and `torch.save` of a *whole* virtual tensor give a virtual tensor: what has memory is
+# copied, the rest stays a hole.
 
 # %%
 buffer = io.BytesIO()
-torch.save(host[:10], buffer)
-buffer.seek(0)
+torch.save({"a part": host[:10], "all": host}, buffer)
 print(f"{buffer.getbuffer().nbytes:,} bytes saved, of a tensor of {host.nbytes:,}")
-assert torch.equal(torch.load(buffer), host[:10].clone())
-
-copied = copy.deepcopy(x[2:4])
-assert type(copied) is torch.Tensor
-assert copied.untyped_storage().nbytes() == copied.nbytes
-assert torch.equal(copied, x[2:4])
+buffer.seek(0)
+loaded = torch.load(buffer)
+assert type(loaded["a part"]) is torch.Tensor
+assert torch.equal(loaded["a part"], host[:10].clone())
+assert type(loaded["all"]) is vt.VirtualTensor
+assert loaded["all"].shape == host.shape
+assert loaded["all"].resident_bytes == host.resident_bytes
+assert copy.deepcopy(x).resident_bytes == x.resident_bytes
 
 # %% [markdown]
 # Autograd goes through a virtual leaf. The forward pass reads zeros, which cost nothing; the gradient is a plain tensor
-# of the leaf's full size, so `backward` does need that memory. An optimiser's step then writes to all of the leaf.
+# of the leaf's full size, so `backward` does need that memory, and an optimiser's step then writes to all of the leaf.
+# Sparse gradients name rows, and only these are written.
 
 # %%
 weight = vt.zeros(64, row, device=device, requires_grad=True)
@@ -236,8 +242,10 @@ assert type(weight.grad) is torch.Tensor
 assert weight.grad.shape == weight.shape
 assert weight.grad.any(1).nonzero().flatten().tolist() == [3, 40]
 
-with torch.no_grad():
-    weight[[3, 40]] -= weight.grad[[3, 40]]  # by hand, only where there is something to learn
+weight.grad = None
+optimizer = torch.optim.SGD([weight], lr=0.1)
+F.embedding(torch.tensor([3, 40], device=device), weight, sparse=True).sum().backward()
+optimizer.step()
 show(weight, "learnt")
 assert np.flatnonzero(weight.residency()).tolist() == [3, 40]
 
@@ -253,6 +261,29 @@ assert not embedding(tokens).any()
 assert embedding.weight.resident_bytes == 0
 
 # %% [markdown]
+# `torch.compile` takes it, in one graph. Compiled code may move, repeat and copy what it does to a tensor's memory, so
+# the graph has only the tensor's name in it: what reads or writes a virtual tensor is a call of one operator, which
+# does what would be done without a graph, in the same order. Everything else is compiled and fused as ever. (Code that
+# shall be fused with its reads and writes gets a `plain()` tensor, of memory that was committed.)
+
+# %%
+compiled_into = vt.zeros(16, row, device=device)
+
+
+@torch.compile(fullgraph=True, backend="aot_eager")  # the default backend works as well, and takes a compiler
+def write(x, row, value):
+    x[row] = value.exp() * 2 + 1
+    x[row + 1 : row + 3] += 1
+    return x[row : row + 3].sum()
+
+
+write(compiled_into, 4, torch.zeros((), device=device))
+write(compiled_into, 9, torch.zeros((), device=device))
+show(compiled_into, "rows 4 and 9, and two after each")
+assert np.flatnonzero(compiled_into.residency()).tolist() == [4, 5, 6, 9, 10, 11]
+assert compiled_into.sum() == 2 * (3 + 1 + 1) * row
+
+# %% [markdown]
 # What it cannot do, it says. Other processes, for instance, do not have these addresses.
 
 # %%
@@ -266,7 +297,8 @@ else:
 # %% [markdown]
 # ## Give back
 #
-# `decommit` gives memory back. What was there reads as zeros. (`zero_()` is a write like any other, and commits.)
+# `decommit` gives memory back. What was there reads as zeros. (`zero_()` keeps the memory that is there, and commits
+# none: where there is none, all is zero already.)
 
 # %%
 x = vt.empty(32, row, device=device)
@@ -278,10 +310,10 @@ assert given_back == 16 * page
 assert x.sum() == 16 * row
 
 x.zero_()
-assert x.resident_bytes == x.nbytes
+assert not x.any()
+assert x.resident_bytes == 16 * page
 x.decommit()
 assert x.resident_bytes == 0
-assert not x.any()
 
 # %% [markdown]
 # Memory goes back as it was committed. Rows written one by one go one by one; rows that came at once came in large
@@ -525,4 +557,6 @@ keys = cache.layers[0].keys
 show(keys, "keys of layer 0", lines=4)
 assert torch.equal(ours, model.generate(prompt, **options))
 assert type(keys) is vt.VirtualTensor
+assert keys.resident_bytes == keys.nbytes // 16
+cache.reset()  # zeroes it
 assert keys.resident_bytes == keys.nbytes // 16
