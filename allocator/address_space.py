@@ -7,6 +7,7 @@ import threading
 import weakref
 from collections.abc import Callable
 from contextlib import nullcontext, suppress
+from functools import cached_property
 from typing import TYPE_CHECKING, Any
 
 import numpy as np
@@ -110,15 +111,7 @@ class AddressSpace(Unpicklable):
             )
             self.arrays.header[FIRST_MAPPED] = self.num_places
             self.arrays.header[HOLES_READABLE] = self.has_readable_holes
-            # Load the compiled code now, so that nobody waits for it later; and where no mapping can be made any more,
-            # LLVM could not load what closing needs, and would abort.
-            nothing, outcome = _as_rows(np.zeros((0, 2), np.int64)), np.zeros(OUTCOME_WORDS, np.int64)
-            with interrupts_held():
-                plan.are_within(self.num_places, nothing)
-                plan.count_missing(self.arrays, nothing, False)
-                plan.commit(pool.arrays, self.arrays, nothing, False, 0, outcome)
-                plan.withdraw(pool.arrays, self.arrays, nothing)
-                plan.decommit(pool.arrays, self.arrays, nothing, False, outcome)
+            _load_code(plan, pool, self.arrays)
             pool.adopt(self)
         except BaseException as error:
             self.reservation.close()
@@ -130,11 +123,14 @@ class AddressSpace(Unpicklable):
             raise
         pool.count_call(Call.RESERVE)
         # A space that nobody closes gives everything back when it dies; at exit the process does that.
-        self._job_words = JobWords(pool, self.arrays)
         self._jobs: list[Job] = []  # that the mapper may still be at
         self._num_asked_ahead = 0
         self._finalizer = weakref.finalize(self, _give_up, pool, self.arrays, self.reservation, self._jobs, os.getpid())
         self._finalizer.atexit = False
+
+    @cached_property
+    def _job_words(self) -> JobWords:
+        return JobWords(self.pool, self.arrays)
 
     def __repr__(self) -> str:
         return f"<AddressSpace {self.reservation!r}, {format_bytes(self.committed_bytes)} committed>"
@@ -514,6 +510,27 @@ class AddressSpace(Unpicklable):
     def _check_ranges(self, ranges: Ranges) -> None:
         if not self._plan.are_within(self.num_places, ranges):
             raise ValueError(f"a range lies outside the {self.num_places:,} places of {self!r}")
+
+
+_has_loaded = False
+
+
+def _load_code(plan: Any, pool: PagePool, space: Any) -> None:
+    """Load compiled code now, so that nobody waits for it later.
+
+    Where no mapping can be made any more, LLVM could not load what closing needs, and would abort.
+    """
+    global _has_loaded
+    if _has_loaded:
+        return
+    nothing, outcome = _as_rows(np.zeros((0, 2), np.int64)), np.zeros(OUTCOME_WORDS, np.int64)
+    with interrupts_held():
+        plan.are_within(0, nothing)
+        plan.count_missing(space, nothing, False)
+        plan.commit(pool.arrays, space, nothing, False, 0, outcome)
+        plan.withdraw(pool.arrays, space, nothing)
+        plan.decommit(pool.arrays, space, nothing, False, outcome)
+    _has_loaded = True
 
 
 def _check_outcome(pool: PagePool, outcome: npt.NDArray[np.int64]) -> None:
