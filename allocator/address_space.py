@@ -111,7 +111,8 @@ class AddressSpace(Unpicklable):
             )
             self.arrays.header[FIRST_MAPPED] = self.num_places
             self.arrays.header[HOLES_READABLE] = self.has_readable_holes
-            _load_code(plan, pool, self.arrays)
+            if not _has_loaded:
+                _load_code(plan, pool, self.arrays, self._words)
             pool.adopt(self)
         except BaseException as error:
             self.reservation.close()
@@ -127,6 +128,12 @@ class AddressSpace(Unpicklable):
         self._num_asked_ahead = 0
         self._finalizer = weakref.finalize(self, _give_up, pool, self.arrays, self.reservation, self._jobs, os.getpid())
         self._finalizer.atexit = False
+
+    @cached_property
+    def _words(self) -> npt.NDArray[np.int64]:
+        from vtensor.allocator.native import packed
+
+        return np.concatenate([packed(self.pool.arrays), packed(self.arrays)])
 
     @cached_property
     def _job_words(self) -> JobWords:
@@ -215,7 +222,7 @@ class AddressSpace(Unpicklable):
         """
         # A forked child reads its copy, and not behind a lock that a thread of the parent may have held.
         with self._lock if self.pool.driver.is_own_process else nullcontext():
-            return int(self._plan.count_missing(self.arrays, ranges, with_shown))
+            return int(self._plan.count_missing_by_words(self._words, ranges, with_shown))
 
     def commit(
         self,
@@ -266,7 +273,7 @@ class AddressSpace(Unpicklable):
             rows = _as_rows(ranges, content)
             driver = self.pool.driver
             with driver.current_context():
-                runs = self._plan.commit(self.pool.arrays, self.arrays, rows, False, stream, outcome)
+                runs = self._plan.commit_by_words(self._words, rows, stream, outcome)
             if outcome[SHORTFALL]:
                 self.check_open()  # a pool that was closed meanwhile has nothing any more
                 raise Shortage(int(outcome[SHORTFALL]))
@@ -515,19 +522,17 @@ class AddressSpace(Unpicklable):
 _has_loaded = False
 
 
-def _load_code(plan: Any, pool: PagePool, space: Any) -> None:
+def _load_code(plan: Any, pool: PagePool, space: Any, words: npt.NDArray[np.int64]) -> None:
     """Load compiled code now, so that nobody waits for it later.
 
     Where no mapping can be made any more, LLVM could not load what closing needs, and would abort.
     """
     global _has_loaded
-    if _has_loaded:
-        return
     nothing, outcome = _as_rows(np.zeros((0, 2), np.int64)), np.zeros(OUTCOME_WORDS, np.int64)
     with interrupts_held():
         plan.are_within(0, nothing)
-        plan.count_missing(space, nothing, False)
-        plan.commit(pool.arrays, space, nothing, False, 0, outcome)
+        plan.count_missing_by_words(words, nothing, False)
+        plan.commit_by_words(words, nothing, 0, outcome)
         plan.withdraw(pool.arrays, space, nothing)
         plan.decommit(pool.arrays, space, nothing, False, outcome)
     _has_loaded = True
@@ -605,7 +610,7 @@ def _give_up(pool: PagePool, arrays: SpaceArrays, reservation: Reservation, jobs
             _take_down(pool, arrays, reservation, jobs)
 
 
-def out_of_pages(space: AddressSpace, what: str, shortage: Shortage) -> OutOfPagesError:
+def out_of_pages(space: AddressSpace, what: object, shortage: Shortage) -> OutOfPagesError:
     """The public error for a shortage that no caller can answer."""
     pool = space.pool
     stats = pool.stats()

@@ -21,12 +21,14 @@ import numpy.typing as npt
 from vtensor.allocator.driver.base import SUCCESS, Call
 from vtensor.allocator.handles import (
     CALLED,
+    POOL_WORDS,
     PoolArrays,
     end_turn,
     exchange,
     give_back,
     head_of,
     num_available,
+    pool_at,
     size_class_of,
     take,
     take_turn,
@@ -80,8 +82,10 @@ __all__ = [
     "alias",
     "are_within",
     "commit",
+    "commit_by_words",
     "commit_ready",
     "count_missing",
+    "count_missing_by_words",
     "decommit",
     "hold_zeros",
     "show_zeros",
@@ -296,6 +300,12 @@ def commit(pool: PoolArrays, space: SpaceArrays, ranges: Int64, is_ahead: bool, 
     runs = _commit(pool, space, ranges, is_ahead, stream, outcome)
     end_turn(pool)
     return runs
+
+
+@compiled
+def commit_by_words(words: Int64, ranges: Int64, stream: int, outcome: Int64) -> Int64:
+    """As `commit`, of a pool and a space `native.packed` one after the other: half as long on the way."""
+    return commit(pool_at(words), space_at(words[POOL_WORDS:]), ranges, False, stream, outcome)
 
 
 @compiled
@@ -740,3 +750,9 @@ def count_missing(space: SpaceArrays, ranges: Int64, with_shown: bool) -> int:
             if space.table[place] <= _NOTHING or (with_shown and space.access[place] == SHOWS_ZEROS):
                 missing += 1
     return missing
+
+
+@compiled
+def count_missing_by_words(words: Int64, ranges: Int64, with_shown: bool) -> int:
+    """As `count_missing`, of a pool and a space as for `commit_by_words`."""
+    return count_missing(space_at(words[POOL_WORDS:]), ranges, with_shown)

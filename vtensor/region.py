@@ -7,7 +7,6 @@ import os
 import threading
 import weakref
 from collections.abc import Callable, Sequence
-from contextlib import nullcontext
 from functools import cached_property
 from typing import cast
 
@@ -180,23 +179,28 @@ class Region(Unpicklable):
         number = self.space.commit(ranges, content=self.content, stream=stream, on_mapped=on_mapped)
         return number, was_ready[0]
 
-    def commit(self, ranges: npt.NDArray[np.int64], what: str) -> int:
+    def commit(self, ranges: npt.NDArray[np.int64], what: object) -> int:
         """Commit page groups as `try_commit`; waits for dying memory, and asks torch for its own, before it gives up.
+
+        `what` it is for, an error says.
 
         Raises
         ------
         OutOfPagesError
             Not enough page groups; nothing was changed.
         """
-        check_not_capturing(self.device, f"committing memory for {what}")
-        with nullcontext() if self.space.has_readable_holes else _shown_lock:
+        if is_capturing(self.device):
+            check_not_capturing(self.device, f"committing memory for {what}")
+        if self.space.has_readable_holes:
+            return self._insist(lambda: self.try_commit(ranges)[0], what)
+        with _shown_lock:
             shown = self.space.shown_ranges(ranges)
             if len(shown):
                 self.streams.finish()
                 self.decommit(shown, forget_content=False)
             return self._insist(lambda: self.try_commit(ranges)[0], what)
 
-    def _insist(self, attempt: Callable[[], int], what: str) -> int:
+    def _insist(self, attempt: Callable[[], int], what: object) -> int:
         """Do what may be short of page groups, after whatever can be done about that."""
         graveyard.sweep()
         remedies = iter((graveyard.drain, self.ask_torch))
@@ -210,7 +214,7 @@ class Region(Unpicklable):
             if remedy is not None:
                 remedy()
 
-    def check_read(self, ranges: npt.NDArray[np.int64], what: str) -> None:
+    def check_read(self, ranges: npt.NDArray[np.int64], what: object) -> None:
         """Refuse to read more zeros than anybody can want to.
 
         Raises
@@ -231,7 +235,7 @@ class Region(Unpicklable):
                 "x.residency() shows which"
             )
 
-    def begin_reading(self, ranges: npt.NDArray[np.int64], what: str) -> bool:
+    def begin_reading(self, ranges: npt.NDArray[np.int64], what: object) -> bool:
         """Have zeros shown where the ranges have no memory, for one operation that reads them.
 
         Returns

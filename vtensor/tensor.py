@@ -245,14 +245,14 @@ class VirtualTensor(torch.Tensor):
             if region.data_bytes > READ_LIMIT_BYTES and (
                 self.numel() * self.element_size() > READ_LIMIT_BYTES or not self.is_contiguous()
             ):
-                region.check_read(self._footprint(select), _named(operation, self))
+                region.check_read(self._footprint(select), _Named(operation, self))
             return False
         has_shown = False
         epoch = region.decommit_epoch
         if self._seen_epoch != epoch and region.space.is_full:
             self._seen_epoch = epoch
         if self._seen_epoch != epoch:
-            has_shown = region.begin_reading(self._footprint(select), _named(operation, self))
+            has_shown = region.begin_reading(self._footprint(select), _Named(operation, self))
             if not has_shown and select is None:
                 self._seen_epoch = epoch
         region.use()
@@ -285,7 +285,7 @@ class VirtualTensor(torch.Tensor):
             if missing:
                 if self._on_touch == "raise":
                     raise self._unmapped(operation, ranges, missing)
-                region.commit(ranges, _named(operation, self))
+                region.commit(ranges, _Named(operation, self))
             if select is None:
                 self._seen_epoch = epoch
         region.use()  # after the check: whoever committed what is there now has noted when it is zeroed
@@ -297,7 +297,7 @@ class VirtualTensor(torch.Tensor):
         size = region.space.page_group_bytes
         address = region.space.base + first * size
         return UnmappedAccessError(
-            f"{_named(operation, self)} touches {missing} page groups without "
+            f"{_Named(operation, self)} touches {missing} page groups without "
             f"memory, the first at bytes {first * size:,}..{(first + 1) * size:,} ({address:#x}) of its reservation; "
             "commit them first (.commit(), or step() of a cache), or use on_touch='commit'"
         )
@@ -308,6 +308,11 @@ class VirtualTensor(torch.Tensor):
             ranges = select(region.space.page_group_bytes)
             if ranges is not None:
                 return ranges
+        if self.is_contiguous() and (number := self.numel()):
+            size, element_bytes = region.space.page_group_bytes, self.element_size()
+            first = int(self.storage_offset()) * element_bytes
+            end = first + number * element_bytes - 1
+            return np.array([[first // size, end // size - first // size + 1]])
         return footprint(
             int(self.storage_offset()), self.shape, self.stride(), self.element_size(), region.space.page_group_bytes
         )
@@ -738,9 +743,16 @@ def _is_saving_in_old_format() -> bool:
     return frame is not None
 
 
-def _named(operation: Any, tensor: torch.Tensor) -> str:
+class _Named:
     """What was to be done, for an error."""
-    return f"{operation} on a virtual tensor of shape {tuple(tensor.shape)}"
+
+    __slots__ = ("operation", "tensor")
+
+    def __init__(self, operation: object, tensor: torch.Tensor) -> None:
+        self.operation, self.tensor = operation, tensor
+
+    def __str__(self) -> str:
+        return f"{self.operation} on a virtual tensor of shape {tuple(self.tensor.shape)}"
 
 
 def _zero(tensor: torch.Tensor) -> bool:
