@@ -202,6 +202,15 @@ class AddressSpace(Unpicklable):
         table = self.arrays.table
         return _runs(ranges, self.have_memory if in_service else lambda first, end: table[first:end] != 0)
 
+    def held_runs(self) -> Ranges:
+        """Maximal runs of places that have memory of their own, in service: rows of (first place, number), ascending.
+
+        Waits for a commit that another thread is at, as `count_missing`.
+        """
+        with self._lock if self.pool.driver.is_own_process else nullcontext():
+            runs: Ranges = self._plan.held_runs(self.arrays)
+        return runs
+
     def have_memory(self, first: int, end: int) -> npt.NDArray[np.bool_]:
         """For each place from `first` to `end`, whether it has memory of its own, in service."""
         return np.asarray((self.arrays.table[first:end] > 0) & (self.arrays.access[first:end] != SHOWS_ZEROS))

@@ -87,6 +87,7 @@ __all__ = [
     "count_missing",
     "count_missing_by_words",
     "decommit",
+    "held_runs",
     "hold_zeros",
     "show_zeros",
     "space_at",
@@ -756,3 +757,29 @@ def count_missing(space: SpaceArrays, ranges: Int64, with_shown: bool) -> int:
 def count_missing_by_words(words: Int64, ranges: Int64, with_shown: bool) -> int:
     """As `count_missing`, of a pool and a space as for `commit_by_words`."""
     return count_missing(space_at(words[POOL_WORDS:]), ranges, with_shown)
+
+
+@compiled
+def held_runs(space: SpaceArrays) -> Int64:
+    """Maximal runs of places with memory of their own, in service: rows of (first place, number)."""
+    number = _find_held(space, np.empty((0, 2), np.int64))
+    runs = np.empty((number, 2), np.int64)
+    _find_held(space, runs)
+    return runs
+
+
+@compiled
+def _find_held(space: SpaceArrays, runs: Int64) -> int:
+    """Write down the runs, as far as there are rows for them; how many there are."""
+    number, place, end = 0, space.header[FIRST_MAPPED], space.header[END_MAPPED]
+    while place < end:
+        if space.table[place] <= _NOTHING or space.access[place] == SHOWS_ZEROS:
+            place += 1
+            continue
+        first = place
+        while place < end and space.table[place] > _NOTHING and space.access[place] != SHOWS_ZEROS:
+            place += 1
+        if number < len(runs):
+            runs[number, FIRST], runs[number, COUNT] = first, place - first
+        number += 1
+    return number

@@ -49,7 +49,7 @@ LAYERS = [
     ["vtensor.allocator.driver", "vtensor.allocator.native"],
     ["vtensor.indexing"],
     ["vtensor.footprint"],
-    ["vtensor.allocator.words", "vtensor.eager"],
+    ["vtensor.allocator.words"],
     [
         "vtensor.devices",
         "vtensor.eager",

@@ -5,14 +5,20 @@ from __future__ import annotations
 import functools
 import sys
 from collections.abc import Callable
-from typing import Any, ParamSpec, TypeVar
-
-import torch
+from typing import ParamSpec, TypeVar
 
 __all__ = ["eager", "skip_our_frames"]
 
 P = ParamSpec("P")
 R = TypeVar("R")
+
+# What works on memory, and would be looked at where a graph has ended and the next one has not begun.
+_SKIPPED = (
+    *("vtensor.eager", "vtensor.factory", "vtensor.tensor", "vtensor.traced", "vtensor.region", "vtensor.effects"),
+    *("vtensor.indexing", "vtensor.footprint", "vtensor.pools", "vtensor.streams", "vtensor.interrupts"),
+    "vtensor.allocator",
+)
+_has_told = False
 
 
 def eager(function: Callable[P, R]) -> Callable[P, R]:
@@ -20,33 +26,26 @@ def eager(function: Callable[P, R]) -> Callable[P, R]:
 
     As `torch.compiler.disable`, which imports Dynamo, a second of work; here that is left to who compiles.
     """
-    reason = f"vtensor's {function.__name__} is not for graphs"
 
     @functools.wraps(function)
     def call(*args: P.args, **kwargs: P.kwargs) -> R:
-        if "torch._dynamo" not in sys.modules:
-            return function(*args, **kwargs)
-        disabled: Callable[P, R] = _disabled(function, reason)
-        return disabled(*args, **kwargs)
+        if not _has_told:
+            skip_our_frames()
+        return function(*args, **kwargs)
 
+    reason = f"vtensor's {function.__name__} is not for graphs"
     call._torchdynamo_disable, call._torchdynamo_disable_msg = True, reason  # type: ignore[attr-defined]
     return call
 
 
-@functools.cache
-def _disabled(function: Any, reason: str) -> Any:
-    skip_our_frames()
-    return torch.compiler.disable(function, reason=reason)  # type: ignore[no-untyped-call]
-
-
-@functools.cache
 def skip_our_frames() -> None:
-    """Have Dynamo, which is loaded, leave the functions of this package as they are.
+    """Have Dynamo, once it is loaded, leave the functions that work on memory as they are."""
+    global _has_told
+    add = getattr(sys.modules.get("torch._dynamo.trace_rules"), "add", None)
+    if not _has_told and add is not None:
+        _has_told = True
+        for module in _SKIPPED:
+            add(module)
 
-    Where a graph has ended, it would look at all that is called before the next one begins, operators of virtual
-    tensors among it.
-    """
-    trace_rules = sys.modules.get("torch._dynamo.trace_rules")
-    if trace_rules is not None:
-        for package in ("vtensor", "vtensor.allocator"):
-            trace_rules.add(package)
+
+skip_our_frames._torchdynamo_disable = True  # type: ignore[attr-defined]

@@ -7,7 +7,7 @@ from collections.abc import Sequence
 import numpy as np
 import numpy.typing as npt
 
-__all__ = ["covered", "dense_blocks", "footprint", "footprint_at"]
+__all__ = ["covered", "dense_blocks", "footprint", "footprint_at", "merged"]
 
 
 def footprint(
@@ -126,8 +126,8 @@ def covered(
 
 def dense_blocks(
     offset: int, shape: Sequence[int], strides: Sequence[int], element_bytes: int, most_blocks: int
-) -> list[tuple[int, int]] | None:
-    """The blocks of bytes without a gap of which a strided view consists.
+) -> npt.NDArray[np.int64] | None:
+    """Blocks of bytes without a gap of which a strided view consists.
 
     Parameters
     ----------
@@ -138,28 +138,38 @@ def dense_blocks(
 
     Returns
     -------
-    list of (int, int), or None
-        First byte and number of bytes of each. None where there are more, or where several elements share bytes.
+    ndarray of int64, shape [n, 2], or None
+        First byte and number of bytes of each; they overlap where elements do. None where there are more.
 
-    >>> dense_blocks(0, (2, 3), (8, 1), 4, 99)
-    [(0, 12), (32, 12)]
+    >>> dense_blocks(0, (2, 3), (8, 1), 4, 99).tolist()
+    [[0, 12], [32, 12]]
     """
     if 0 in shape:
-        return []
-    steps = sorted((stride, size) for stride, size in zip(strides, shape, strict=True) if size > 1)
-    length, is_dense, number = 1, True, 1
-    for stride, size in steps:
+        return np.empty((0, 2), np.int64)
+    length, number, is_dense = 1, 1, True
+    for stride, size in sorted(zip(strides, shape, strict=True)):
+        if size == 1 or stride == 0:
+            continue
         is_dense &= stride == length
         if is_dense:
             length *= size
-        elif stride < length:
-            return None
         else:
             number *= size
     if number > most_blocks:
         return None
     starts, block_bytes = _blocks(offset, shape, strides, element_bytes, 1)
-    return [(int(start), block_bytes) for start in starts]
+    return np.stack([starts, np.full(len(starts), block_bytes)], axis=1)
+
+
+def merged(blocks: npt.NDArray[np.int64], page_group_bytes: int) -> npt.NDArray[np.int64]:
+    """The page groups that hold at least one byte of some blocks, rows of (first byte, number of bytes).
+
+    >>> merged(np.array([[9000, 10], [0, 1], [4000, 200]]), 4096).tolist()
+    [[0, 3]]
+    """
+    if not len(blocks):
+        return np.empty((0, 2), np.int64)
+    return _runs(blocks[:, 0] // page_group_bytes, (blocks.sum(axis=1) - 1) // page_group_bytes + 1)
 
 
 def _blocks(

@@ -34,8 +34,8 @@ class unread_indices(ContextDecorator):
 
     To know which page groups an index tensor on a GPU names, it has to be read, which waits for the device. Here the
     whole view is committed, or shown as zeros to a read, instead. (What is committed as a whole beforehand, with
-    `VirtualTensor.commit`, costs neither.) Of this thread only; may be nested. An index out of range is for the kernel
-    to find, as it is with any tensor.
+    `VirtualTensor.commit`, costs neither.) Of this thread only, so not of a backward, which has threads of its own; may
+    be nested. An index out of range is for the kernel to find, as it is with any tensor.
 
     Examples
     --------
@@ -195,13 +195,16 @@ def _positions(func: Any) -> dict[str, int]:
 def is_indexed(func: Any, args: tuple[Any, ...]) -> bool:
     """Whether an operator accesses its first argument where index tensors say, and nowhere else; and may read them."""
     if func is _ADD:
-        return len(args) > 1 and isinstance(args[1], torch.Tensor) and args[1].layout is torch.sparse_coo
-    return _has_indices(func) and not _unread.depth
+        if not (len(args) > 1 and isinstance(args[1], torch.Tensor) and args[1].layout is torch.sparse_coo):
+            return False
+    elif not _has_indices(func):
+        return False
+    return not _unread.depth
 
 
 @cache
 def _has_indices(func: Any) -> bool:
-    return func._schema.name in _OPERATORS
+    return func._schema.name in _OPERATORS and func._schema.name != "aten::add_"  # that has them if it is sparse
 
 
 def _is_exact_on_gpus(func: Any, tensor: torch.Tensor, value_of: Callable[[str], Any]) -> bool:

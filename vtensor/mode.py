@@ -73,7 +73,7 @@ class virtual(TorchFunctionMode):
     ) -> Any:
         """Make a virtual tensor where torch would make a large one."""
         kwargs = kwargs or {}
-        if func not in _MAKERS and func not in _LIKE:
+        if torch.compiler.is_compiling() or (func not in _MAKERS and func not in _LIKE):
             return func(*args, **kwargs)
         return self._make(func, args, kwargs)
 
@@ -87,7 +87,6 @@ class virtual(TorchFunctionMode):
             or kwargs.get("out") is not None
             or kwargs.get("pin_memory")
             or kwargs.get("names") is not None
-            or torch.compiler.is_compiling()
             or torch._guards.active_fake_mode() is not None
             or torch._C._len_torch_dispatch_stack() > 0
         ):

@@ -6,7 +6,7 @@ import itertools
 import os
 import threading
 import weakref
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 from functools import cached_property
 from typing import cast
 
@@ -26,6 +26,8 @@ from vtensor.units import format_bytes
 from vtensor.unpicklable import Unpicklable
 
 __all__ = ["READ_LIMIT_BYTES", "Region", "region_of"]
+
+Int64 = npt.NDArray[np.int64]
 
 READ_LIMIT_BYTES = 1 << 40
 """Zeros that one operation may read of a tensor. On a host 1 TiB takes minutes, and 2 GiB of page tables."""
@@ -87,6 +89,7 @@ class Region(Unpicklable):
         self.streams = StreamUse(device, pool.peer_devices)
         self.content = pool.new_content()
         self.decommit_epoch = 0
+        self.num_writes = 0  # operations that wrote to it, of those that said so
         # By stream that may still be zeroing what it committed: the event after it.
         self._zeroing: dict[int, DeviceEvent] = {}
         self._zeroing_lock = threading.Lock()
@@ -109,10 +112,14 @@ class Region(Unpicklable):
         self, dtype: torch.dtype, offset: int, shape: tuple[int, ...], strides: tuple[int, ...]
     ) -> torch.Tensor:
         """As `view`, as long as any view is left, whether or not this region still keeps the storage itself."""
+        return self._view(self.storage(), dtype, offset, shape, strides)
+
+    def storage(self) -> object:
+        """The storage, as long as any view is left; who keeps it keeps the memory."""
         kept = self._release.peek()
         if kept is None:
             raise ClosedError("this memory was closed")
-        return self._view(kept[0], dtype, offset, shape, strides)
+        return kept[0]
 
     def _view(
         self,
@@ -272,15 +279,22 @@ class Region(Unpicklable):
         """The end of what `begin_reading` began."""
         _shown_lock.release()
 
-    def held_bytes(self, blocks: Sequence[tuple[int, int]]) -> list[tuple[int, int]]:
-        """What has memory of blocks of bytes, rows of (first byte, number of bytes): more such rows."""
-        size, held = self.space.page_group_bytes, []
-        for start, number in blocks:
-            first, end = start // size, -(-(start + number) // size)
-            for run, count in self.space.mapped_runs(np.array([[first, end - first]]), in_service=True):
-                begin = max(start, run * size)
-                held.append((begin, min(start + number, (run + count) * size) - begin))
-        return held
+    def held_bytes(self, blocks: Int64) -> Int64:
+        """What has memory of blocks of bytes, rows of (first byte, number of bytes): more such rows, ascending.
+
+        What others commit meanwhile may be left out; what is named was zeroed, for the current stream.
+        """
+        size = self.space.page_group_bytes
+        held = self.space.held_runs() * size  # of all of it: there are fewer runs than places
+        self.use()
+        starts, ends = blocks[:, 0], blocks.sum(axis=1)
+        first = np.searchsorted(held.sum(axis=1), starts, side="right")
+        counts = np.maximum(0, np.searchsorted(held[:, 0], ends, side="left") - first)
+        block = np.repeat(np.arange(len(blocks)), counts)
+        run = np.repeat(first - np.cumsum(counts) + counts, counts) + np.arange(counts.sum())
+        begin, end = np.maximum(starts[block], held[run, 0]), np.minimum(ends[block], held[run].sum(axis=1))
+        found: Int64 = np.stack([begin, end - begin], axis=1)[begin < end]
+        return found
 
     def bytes_of(self, start: int, number: int) -> torch.Tensor:
         """A plain uint8 tensor over some bytes, which all have memory."""

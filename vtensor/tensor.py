@@ -6,10 +6,10 @@ import copy
 import functools
 import os
 import sys
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator
 from contextlib import contextmanager
 from types import EllipsisType, FrameType
-from typing import Any, ClassVar, Literal, cast, get_args
+from typing import Any, ClassVar, Literal, Protocol, cast, get_args
 
 import numpy as np
 import numpy.typing as npt
@@ -21,7 +21,7 @@ from vtensor.devices import device_name, resolve_device
 from vtensor.eager import eager, skip_our_frames
 from vtensor.effects import Effect, effect_of, fills_with_zeros, out_names, stays_within, written_arguments
 from vtensor.errors import UnmappedAccessError, VTensorError
-from vtensor.footprint import covered, dense_blocks, footprint
+from vtensor.footprint import covered, dense_blocks, footprint, merged
 from vtensor.indexing import indexed_ranges, is_indexed
 from vtensor.pools import default_pool
 from vtensor.region import READ_LIMIT_BYTES, Region
@@ -71,8 +71,28 @@ class _Absent:
 _TENSOR_DATA: Any = torch.Tensor.data
 
 
-class NotForGraphs(UnsupportedFakeTensorException):
-    """A tensor has no memory, as a graph is being made; the graph ends there where nobody knows what to do."""
+class NotForGraphs(VTensorError, UnsupportedFakeTensorException):
+    """What is asked for needs a tensor's memory, and a graph is being made, where it has none: the graph ends there."""
+
+    def __init__(self, message: str) -> None:
+        super().__init__(message)
+        self.reason = message  # as Dynamo shows it
+
+
+class GraphHooks(Protocol):
+    """What this module asks of `vtensor.traced`, which knows it."""
+
+    def key(self, tensor: VirtualTensor) -> torch.Tensor:
+        """What names a tensor in graphs."""
+
+    def is_named(self, tensor: VirtualTensor, key: torch.Tensor) -> bool:
+        """Whether this is what names a tensor now."""
+
+    def unflatten(self, inner: dict[str, torch.Tensor], context: Any, size: Any, stride: Any) -> VirtualTensor:
+        """A tensor from its key."""
+
+    def put_in_graph(self, func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+        """What an operator does while a graph is made."""
 
 
 class VirtualTensor(torch.Tensor):
@@ -94,9 +114,8 @@ class VirtualTensor(torch.Tensor):
     _max_rows: int | None = None  # of a tensor that grows in place
     # In a graph of torch.compile that is being made: what stands for the memory, and what a view is named by.
     _stand_in: Any = None
-    _own_handle: torch.Tensor | None = None
-    unflatten: ClassVar[Callable[..., VirtualTensor]]  # of module traced, which knows this class
-    put_in_graph: ClassVar[Callable[[Any, tuple[Any, ...], dict[str, Any]], Any]]  # likewise
+    _own_key: torch.Tensor | None = None
+    graph_hooks: ClassVar[GraphHooks]
 
     __torch_function__ = torch._C._disabled_torch_function_impl  # type: ignore[assignment]
 
@@ -170,16 +189,18 @@ class VirtualTensor(torch.Tensor):
                     return args[0]
                 return _access(func, args, kwargs)
             except NotForGraphs:
-                return cls.put_in_graph(func, args, kwargs)
+                return cls.graph_hooks.put_in_graph(func, args, kwargs)
         if effect is Effect.REFUSED:
             if _moves_nothing(func, args, kwargs):
                 return args[0]
+            if not isinstance(args[0], VirtualTensor) and func is torch.ops.aten.resize_as_.default:
+                return args[0].resize_(args[1].shape)
             raise VTensorError(
                 f"{func} is not for virtual tensors: their storage never moves; use .plain() or a copy (.clone())"
             )
         parent = args[0] if args else None
         if isinstance(parent, VirtualTensor) and parent._region is None and parent._stand_in is not None:
-            return cls.put_in_graph(func, args, kwargs)
+            return cls.graph_hooks.put_in_graph(func, args, kwargs)
         with torch._C._DisableTorchDispatch():
             result = func(*args, **kwargs)
         if isinstance(parent, VirtualTensor):
@@ -201,25 +222,24 @@ class VirtualTensor(torch.Tensor):
         return self._region
 
     @property
-    def _handle(self) -> torch.Tensor:
-        """What names this tensor in a graph: its region's number, and its offset in bytes."""
-        if self._own_handle is not None:
-            return self._own_handle
-        number = self._region.number if self._region is not None and self.numel() else 0
-        with torch._C._DisableTorchDispatch():
-            return torch.tensor([number, self.storage_offset() * self.element_size()], device="cpu")
+    def _key(self) -> torch.Tensor:
+        """What names this tensor in a graph; the same tensor as long as it names the same, which guards ask for."""
+        if self._stand_in is None and (self._own_key is None or not self.graph_hooks.is_named(self, self._own_key)):
+            self._own_key = self.graph_hooks.key(self)
+        return cast(torch.Tensor, self._own_key)
 
     def __tensor_flatten__(self) -> tuple[list[str], Any]:
         """As torch asks for it: the tensors that stand for this one in a graph, and what a graph is made for."""
         skip_our_frames()
         if self._stand_in is not None:
-            return ["_handle"], self._stand_in.context
-        return ["_handle"], (self.dtype, self.device, self._on_touch, self.storage_offset() == 0)
+            return ["_key"], self._stand_in.context
+        begins = self.storage_offset() == 0
+        return ["_key"], (self.dtype, self.device, self._on_touch, begins, self.is_conj(), self.is_neg())
 
     @staticmethod
     def __tensor_unflatten__(inner: dict[str, torch.Tensor], context: Any, size: Any, stride: Any) -> VirtualTensor:
         """As torch asks for it."""
-        return VirtualTensor.unflatten(inner, context, size, stride)
+        return VirtualTensor.graph_hooks.unflatten(inner, context, size, stride)
 
     def _stable_hash_for_caching(self) -> str:
         """As torch asks for it, to tell whether a graph made by another process is for this tensor."""
@@ -290,10 +310,19 @@ class VirtualTensor(torch.Tensor):
                 self._seen_epoch = epoch
         region.use()  # after the check: whoever committed what is there now has noted when it is zeroed
 
+    def _begin_writing(self, operation: Any, select: Select = None) -> None:
+        """Make sure that this view can be written to."""
+        self._touch(operation, select)
+        if self._region is not None:
+            self._region.num_writes += 1
+
     def _unmapped(self, operation: Any, ranges: npt.NDArray[np.int64], missing: int) -> UnmappedAccessError:
         region = cast(Region, self._region)
-        table = region.space.arrays.table
-        first = next(place for start, count in ranges for place in range(start, start + count) if table[place] <= 0)
+        first = next(
+            int(start + (~region.space.have_memory(start, start + count)).argmax())
+            for start, count in ranges.tolist()
+            if not region.space.have_memory(start, start + count).all()
+        )
         size = region.space.page_group_bytes
         address = region.space.base + first * size
         return UnmappedAccessError(
@@ -440,6 +469,9 @@ class VirtualTensor(torch.Tensor):
     @eager
     def plain(self) -> torch.Tensor:
         """The same memory as a plain tensor: no checks, no cost. Reading what is not committed ends the process."""
+        return self._plain()
+
+    def _plain(self) -> torch.Tensor:
         self._memory("plain")
         with torch._C._DisableTorchDispatch():
             # Not a view where it need not be: views cost more, and torch.compile looks at what they are of.
@@ -490,7 +522,7 @@ class VirtualTensor(torch.Tensor):
         try:
             new.copy_(rows.detach())
         except BaseException:
-            new._zero_held()
+            new._zero_held(1)  # contiguous
             raise
         self._set_rows(shape[0] + number)
         return self
@@ -526,7 +558,7 @@ class VirtualTensor(torch.Tensor):
         if num_rows < len(self) and self._region is not None:
             # All that lies behind: what an append_ that failed had committed goes as well.
             self._region.give_back(self._rows(num_rows, max_rows)._covered(), "resize_rows_")
-            self._rows(num_rows, len(self))._zero_held()
+            self._rows(num_rows, len(self))._zero_held(1)  # contiguous
         self._set_rows(num_rows)
         return self
 
@@ -555,17 +587,17 @@ class VirtualTensor(torch.Tensor):
             self.as_strided_((num_rows, *self.shape[1:]), self.stride(), self.storage_offset())
         self._seen_epoch = -1
 
-    def _zero_held(self) -> bool:
-        """Zero what has memory of this view. False, and nothing done, where it consists of too many pieces."""
+    def _zero_held(self, most_blocks: int) -> bool:
+        """Zero what has memory of this view. False, and nothing done, where it consists of more blocks."""
         region = self._region
         if region is None:
             return True
-        blocks = dense_blocks(int(self.storage_offset()), self.shape, self.stride(), self.element_size(), _MOST_BLOCKS)
+        blocks = dense_blocks(int(self.storage_offset()), self.shape, self.stride(), self.element_size(), most_blocks)
         if blocks is None:
             return False
-        region.use()
-        for start, number in region.held_bytes(blocks):
+        for start, number in region.held_bytes(blocks).tolist():
             region.bytes_of(start, number).zero_()
+        region.num_writes += 1
         return True
 
     # -- exits to Python and to other libraries ---------------------------------------------------------------------
@@ -579,7 +611,7 @@ class VirtualTensor(torch.Tensor):
         header += f", reserved={format_bytes(reserved)}, resident={format_bytes(resident)}"
         if resident < reserved or os.getpid() != self._region.process_id:
             return f"VirtualTensor({header})"
-        return f"VirtualTensor({header},\n{self.plain().detach()!r})"
+        return f"VirtualTensor({header},\n{self._plain().detach()!r})"
 
     def __format__(self, spec: str) -> str:
         """Format the value where a format is asked for, and a header otherwise."""
@@ -594,25 +626,25 @@ class VirtualTensor(torch.Tensor):
     def tolist(self) -> Any:
         """Values as nested lists."""
         with self._reading("tolist"):
-            return self.plain().tolist()
+            return self._plain().tolist()
 
     @eager
     def numpy(self, *, force: bool = False) -> npt.NDArray[Any]:
         """The same memory as an array (host only, as for any tensor)."""
         self._touch("numpy")
-        return self.plain().numpy(force=force)
+        return self._plain().numpy(force=force)
 
     @eager
     def __dlpack__(self, *args: Any, **kwargs: Any) -> Any:
         self._touch("__dlpack__")
-        return self.plain().__dlpack__(*args, **kwargs)
+        return self._plain().__dlpack__(*args, **kwargs)
 
     __dlpack_c_exchange_api__ = _Absent()  # it would hand out the memory behind our back
 
     @property
     def __cuda_array_interface__(self) -> dict[str, Any]:
         """As of any tensor on a GPU."""
-        interface: dict[str, Any] = self.plain().detach().__cuda_array_interface__  # an AttributeError on the host
+        interface: dict[str, Any] = self._plain().detach().__cuda_array_interface__  # an AttributeError on the host
         self._touch("__cuda_array_interface__")
         return interface
 
@@ -636,7 +668,13 @@ class VirtualTensor(torch.Tensor):
     @eager
     def __deepcopy__(self, memo: dict[int, Any]) -> torch.Tensor:
         """Of a whole virtual tensor another one, of the same pool, in which the same has memory; of a view its data."""
+        if not self.is_leaf:
+            raise RuntimeError(
+                "only tensors that are leaves of a graph can be deep-copied; use x.detach(), or a copy (.clone())"
+            )
         copied = memo[id(self)] = self._like(self._whole_copy() if self._is_whole() else self.detach().clone())
+        own = {name: value for name, value in vars(self).items() if not hasattr(VirtualTensor, name)}
+        vars(copied).update(copy.deepcopy(own, memo))
         if self.is_leaf and self.grad is not None:
             copied.grad = copy.deepcopy(self.grad, memo)
         return copied
@@ -646,33 +684,40 @@ class VirtualTensor(torch.Tensor):
         """Pickled, of a whole tensor, as a virtual one of what has memory; of a view as a plain tensor of its data."""
         if not self._is_whole() or _is_saving_in_old_format():
             return self._like(self.detach().clone()).__reduce_ex__(protocol)  # type: ignore[no-untyped-call]
-        region = cast(Region, self._region)
-        region.use()
-        spans = region.held_bytes([(0, self.nbytes)])
+        spans = self._spans()
         nothing = torch.empty(0, dtype=torch.uint8, device=self.device)
-        data = torch.cat([region.bytes_of(*span) for span in spans]) if spans else nothing
+        data = torch.cat([nothing, *self._parts(spans)])
         most = self._most()
         how = (self._on_touch, self._num_rows(), self.requires_grad, isinstance(self, torch.nn.Parameter))
-        return _restore, (tuple(most.shape), most.stride(), most.dtype, how, spans, data)
+        return _restore, (tuple(most.shape), most.stride(), most.dtype, how, spans.tolist(), data)
 
     def _is_whole(self) -> bool:
         """Whether this is all that there is of a virtual tensor, rather than a view of a part."""
         region = self._memory("a copy")
-        if region is None or region.owner:
-            return False
-        if self._max_rows is not None:
+        if region is None or self._max_rows is not None:
             return True
         blocks = dense_blocks(int(self.storage_offset()), self.shape, self.stride(), self.element_size(), 1)
-        return blocks == [(0, region.data_bytes)]
+        is_all = blocks is not None and blocks.tolist() == [[0, region.data_bytes]]
+        return is_all and self.numel() * self.element_size() == region.data_bytes and not region.owner
 
     def _whole_copy(self) -> VirtualTensor:
-        region = cast(Region, self._region)
-        pool = None if region.space.pool is default_pool(self.device) else region.space.pool
+        pool = None if self._region is None else self._region.space.pool
+        if pool is default_pool(self.device):
+            pool = None
         copied = VirtualTensor.reserve(self._most(), self.device, self._on_touch, pool, num_rows=self._num_rows())
-        spans = region.held_bytes([(0, self.nbytes)])
-        region.use()
-        copied._put(spans, [region.bytes_of(*span) for span in spans])
+        spans = self._spans()
+        copied._put(spans, self._parts(spans))
         return copied
+
+    def _spans(self) -> npt.NDArray[np.int64]:
+        """What of a whole tensor has memory: rows of (first byte, number of bytes)."""
+        if self._region is None:
+            return np.empty((0, 2), np.int64)
+        return self._region.held_bytes(np.array([[0, self.numel() * self.element_size()]]))
+
+    def _parts(self, spans: npt.NDArray[np.int64]) -> list[torch.Tensor]:
+        region = cast(Region, self._region)
+        return [region.bytes_of(start, number) for start, number in spans.tolist()]
 
     def _most(self) -> torch.Tensor:
         """Shape, strides and dtype; of a tensor that grows in place, when it has all of its rows."""
@@ -682,13 +727,14 @@ class VirtualTensor(torch.Tensor):
     def _num_rows(self) -> int | None:
         return None if self._max_rows is None else len(self)
 
-    def _put(self, spans: Sequence[tuple[int, int]], parts: Iterable[torch.Tensor]) -> None:
+    def _put(self, spans: npt.NDArray[np.int64], parts: Iterable[torch.Tensor]) -> None:
         """Write bytes: spans of (first byte, number), and what is to be there."""
+        if not len(spans):
+            return
         region = cast(Region, self._region)
-        size = region.space.page_group_bytes
-        for (start, number), part in zip(spans, parts, strict=True):
-            region.commit(footprint(start, (number,), (1,), 1, size), "a copy of a virtual tensor")
-            region.bytes_of(start, number).copy_(part)
+        region.commit(merged(spans, region.space.page_group_bytes), "a copy of a virtual tensor")
+        for own, part in zip(self._parts(spans), parts, strict=True):
+            own.copy_(part)
 
     def _like(self, copied: torch.Tensor) -> torch.Tensor:
         """As this one is a parameter, or requires grad."""
@@ -720,13 +766,14 @@ def _restore(
     on_touch, num_rows, requires_grad, is_parameter = how
     meta = torch.empty_strided(shape, strides, dtype=dtype, device="meta")
     tensor = VirtualTensor.reserve(meta, data.device, on_touch, None, num_rows=num_rows)
-    end = tensor.nbytes
-    if any(start < 0 or number < 1 or start + number > end for start, number in spans):
+    blocks = np.array(spans, np.int64).reshape(-1, 2)
+    starts, numbers = blocks[:, 0], blocks[:, 1]
+    end = 0 if tensor._region is None else tensor._region.data_bytes
+    if (starts < 0).any() or (numbers < 1).any() or (starts > end).any() or (numbers > end - starts).any():
         raise ValueError(f"a span of {spans} lies outside a tensor of {end:,} bytes")
-    if data.dtype is not torch.uint8 or data.dim() != 1 or len(data) != sum(number for _, number in spans):
+    if data.dtype is not torch.uint8 or data.dim() != 1 or len(data) != numbers.sum():
         raise ValueError(f"{_describe(data)} of {data.dtype} is not what {len(spans)} spans hold")
-    if spans:
-        tensor._put(spans, torch.split(data, [number for _, number in spans]))
+    tensor._put(blocks, torch.split(data, numbers.tolist()) if spans else ())
     if is_parameter:
         return torch.nn.Parameter(tensor, requires_grad)
     return tensor.requires_grad_(requires_grad)
@@ -764,7 +811,11 @@ def _zero(tensor: torch.Tensor) -> bool:
         region.space.check_open()
     if tensor._seen_epoch == region.decommit_epoch or region.space.is_full or is_capturing(region.device):
         return False  # a graph's replays would not know what has memory by then
-    return tensor._zero_held()
+    if not region.space.count_missing(tensor._footprint()):
+        return False
+    if any(stride == 0 and size > 1 for stride, size in zip(tensor.stride(), tensor.shape, strict=True)):
+        return False  # torch refuses it
+    return tensor._zero_held(_MOST_BLOCKS)
 
 
 def _moves_nothing(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> bool:
@@ -781,34 +832,30 @@ def _moves_nothing(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> 
 def _access(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
     """Run an operator that reads or writes its arguments: what it writes to is committed, what it reads can be read."""
     positions, names = written_arguments(func)
+    select: Select = functools.partial(indexed_ranges, func, args, kwargs) if is_indexed(func, args) else None
+    reads: list[tuple[VirtualTensor, Select]] = []
+    for index, argument in enumerate(args):
+        if isinstance(argument, VirtualTensor):
+            if index in positions:
+                argument._begin_writing(func, select if index == 0 else None)
+            else:
+                reads.append((argument, select if index == 0 else None))
+        elif isinstance(argument, list | tuple):
+            for tensor in _virtual_tensors(argument):
+                if index in positions:
+                    tensor._begin_writing(func)
+                else:
+                    reads.append((tensor, None))
+    for name, argument in kwargs.items():
+        for tensor in _virtual_tensors((argument,)):
+            if name in names:
+                tensor._begin_writing(func)
+            else:
+                reads.append((tensor, None))
     num_held = 0
     try:
-        reads = []
-        select: Select = None
-        if is_indexed(func, args):
-            select = functools.partial(indexed_ranges, func, args, kwargs)
-        for index, argument in enumerate(args):
-            if isinstance(argument, VirtualTensor):
-                if index in positions:
-                    argument._touch(func, select if index == 0 else None)
-                elif index == 0:
-                    num_held += argument._begin_reading(func, select)
-                else:
-                    reads.append(argument)
-            elif isinstance(argument, list | tuple):
-                for tensor in _virtual_tensors(argument):
-                    if index in positions:
-                        tensor._touch(func)
-                    else:
-                        reads.append(tensor)
-        for name, argument in kwargs.items():
-            for tensor in _virtual_tensors((argument,)):
-                if name in names:
-                    tensor._touch(func)
-                else:
-                    reads.append(tensor)
-        for tensor in reads:
-            num_held += tensor._begin_reading(func)
+        for tensor, part in reads:  # after what is written was committed, which takes zeros that are shown away
+            num_held += tensor._begin_reading(func, part)
         if kwargs and any(True for _ in _virtual_tensors(kwargs.get(name) for name in out_names(func))):
             return _write_out(func, args, kwargs)
         with torch._C._DisableTorchDispatch():
@@ -837,7 +884,7 @@ def _write_out(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
     others = (*args, *(value for name, value in kwargs.items() if name not in names))
     inputs = {id(tensor._region) for tensor in _virtual_tensors(others)}
     with torch._C._DisableTorchDispatch():
-        stand_ins = {name: _map_tensors(lambda out: _stand_in(out, inputs), kwargs[name]) for name in names}
+        stand_ins = {name: _map_tensors(lambda out: _out_buffer(out, inputs), kwargs[name]) for name in names}
         try:
             func(*args, **{**kwargs, **stand_ins})
         except RuntimeError as error:
@@ -856,7 +903,7 @@ def _write_out(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
     return kwargs[names[0]] if len(names) == 1 else tuple(kwargs[name] for name in names)
 
 
-def _stand_in(target: torch.Tensor, input_regions: set[int]) -> torch.Tensor:
+def _out_buffer(target: torch.Tensor, input_regions: set[int]) -> torch.Tensor:
     """What an operator may write to instead: the same memory and no byte more, or memory of its own.
 
     Where an input may overlap, only memory of its own will do: of a storage made for the purpose, torch cannot know.

@@ -5,8 +5,9 @@ from __future__ import annotations
 import json
 import weakref
 from collections.abc import Callable, Sequence
-from typing import Any, cast
+from typing import Any, NamedTuple, cast
 
+import numpy as np
 import torch
 from torch._higher_order_ops.effects import _EffectType, _register_effectful_op
 from torch.utils import _pytree as pytree
@@ -17,108 +18,146 @@ from vtensor.tensor import NotForGraphs, OnTouch, VirtualTensor
 
 __all__ = ["StandIn"]
 
-# dtype, device and on_touch of a virtual tensor, and whether it begins where its storage does.
-_Context = tuple[torch.dtype, torch.device, OnTouch, bool]
+# Of a virtual tensor: dtype, device, on_touch, whether it begins where its storage does, and whether what it shows is
+# the conjugate or the negative of what its memory holds, which stand-ins do not know of themselves.
+_Context = tuple[torch.dtype, torch.device, OnTouch, bool, bool, bool]
 
 
-class StandIn:
+class StandIn(NamedTuple):
     """What a tensor has in place of memory while a graph is made.
 
     Compiled code may move, fuse and repeat what it does to a tensor's memory, and copies a whole tensor where it cannot
-    write in place. So the graph holds no memory of virtual tensors, only their *handles*: int64 tensors of shape [2],
-    a region's number and an offset in bytes. Views change nothing but numbers. What reads or writes becomes a call of
+    write in place. So the graph holds no memory of virtual tensors, only their *keys*: int64 tensors of shape [2], a
+    region's number and an offset in bytes. Views change nothing but numbers. What reads or writes becomes a call of
     ``torch.ops.vtensor.run``, which does it as it is done without a graph, to real virtual tensors, in the order of
     the program.
-
-    Parameters
-    ----------
-    handle : Tensor
-        Of a tensor outside of the graph.
-    shift : int or SymInt
-        Bytes from there to the first element.
-    context : tuple
-        As `VirtualTensor.__tensor_flatten__` gives it.
     """
 
-    def __init__(self, handle: torch.Tensor, shift: int | torch.SymInt, context: _Context) -> None:
-        self.handle, self.shift, self.context = handle, shift, context
+    key: torch.Tensor  # of the tensor outside of the graph that this is a view of
+    byte_offset: int | torch.SymInt  # from there to the first element
+    context: _Context
 
 
 def _stand_in(
-    handle: torch.Tensor, shift: int | torch.SymInt, size: Any, stride: Any, context: _Context, offset: Any = 0
+    key: torch.Tensor, byte_offset: int | torch.SymInt, size: Any, stride: Any, context: _Context, offset: Any = 0
 ) -> VirtualTensor:
-    dtype, device, on_touch, _ = context
+    dtype, device, on_touch, *_ = context
     tensor: VirtualTensor = torch.Tensor._make_wrapper_subclass(
         VirtualTensor, size, stride, offset, dtype=dtype, device=device
     )
-    tensor._on_touch, tensor._stand_in = on_touch, StandIn(handle, shift, context)
+    tensor._on_touch, tensor._stand_in = on_touch, StandIn(key, byte_offset, context)
     # Used only where the graph returns this tensor.
-    tensor._own_handle = handle if _is_zero(shift) else torch.ops.vtensor.shifted(handle, shift)
+    is_same = isinstance(byte_offset, int) and byte_offset == 0
+    tensor._own_key = key if is_same else torch.ops.vtensor.moved(key, byte_offset)
     return tensor
 
 
-def _is_zero(shift: int | torch.SymInt) -> bool:
-    return isinstance(shift, int) and shift == 0
+class _Hooks:
+    """What `VirtualTensor`, which does not know of this module, asks it for."""
+
+    def key(self, tensor: VirtualTensor) -> torch.Tensor:
+        """What names a tensor in graphs."""
+        return _key(tensor._region, int(tensor.storage_offset()) * tensor.element_size())
+
+    def is_named(self, tensor: VirtualTensor, key: torch.Tensor) -> bool:
+        """Whether this is what names a tensor now."""
+        number = 0 if tensor._region is None else tensor._region.number
+        with torch._C._DisableTorchDispatch():
+            return bool(key.tolist() == [number, int(tensor.storage_offset()) * tensor.element_size()])
+
+    def unflatten(self, inner: dict[str, torch.Tensor], context: _Context, size: Any, stride: Any) -> VirtualTensor:
+        """A stand-in while a graph is made; when it runs, the tensor that a key names."""
+        key = inner["_key"]
+        if type(key) is torch.Tensor and not torch._is_functional_tensor(key):
+            return _tensor_of(key, size, stride, context)
+        return _stand_in(key, 0, size, stride, context)
+
+    def put_in_graph(self, func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+        """Put an operator on stand-ins into the graph that is being made."""
+        match effect_of(func):
+            case Effect.COMPOSITE:
+                return func.decompose(*args, **kwargs)
+            case Effect.REFUSED | Effect.RESHAPE:
+                raise NotForGraphs(f"{func} on a virtual tensor is not for graphs; use a view, or a copy (.clone())")
+            case Effect.VIEW:
+                return _view(func, args, kwargs)
+        return _put(func, args, kwargs)
 
 
-def put_in_graph(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
-    """Put an operator on stand-ins into the graph that is being made."""
-    match effect_of(func):
-        case Effect.COMPOSITE:
-            return func.decompose(*args, **kwargs)
-        case Effect.REFUSED | Effect.RESHAPE:
-            raise NotForGraphs(f"{func} on a virtual tensor is not for graphs; use a view, or a copy (.clone())")
-        case Effect.VIEW:
-            return _view(func, args, kwargs)
-    return _put(func, args, kwargs)
+VirtualTensor.graph_hooks = _Hooks()
 
 
-def _unflatten(inner: dict[str, torch.Tensor], context: _Context, size: Any, stride: Any) -> VirtualTensor:
-    """A stand-in while a graph is made; when it runs, the tensor that a handle names."""
-    handle = inner["_handle"]
-    if type(handle) is torch.Tensor and not torch._is_functional_tensor(handle):
-        return _tensor_of(handle, size, stride, context[:3])
-    return _stand_in(handle, 0, size, stride, context)
+# -- keys -------------------------------------------------------------------------------------------------------------
 
 
-VirtualTensor.unflatten, VirtualTensor.put_in_graph = _unflatten, put_in_graph
+class _KeyArray(np.ndarray[Any, np.dtype[np.int64]]):
+    """Two numbers that keep the memory which they name: a graph may save a key for its backward."""
+
+    storage: object
+
+
+def _key(region: Region | None, byte_offset: int) -> torch.Tensor:
+    with torch._C._DisableTorchDispatch():
+        if region is None:
+            return torch.tensor([0, byte_offset], device="cpu")
+        array = np.array([region.number, byte_offset]).view(_KeyArray)
+        array.storage = region.storage()
+        return torch.from_numpy(array)
 
 
 def _tensor_of(
-    handle: torch.Tensor,
+    key: torch.Tensor,
     size: Sequence[int],
     stride: Sequence[int],
-    how: tuple[torch.dtype, torch.device, OnTouch],
-    shift: int = 0,
+    context: _Context,
+    byte_offset: int = 0,
 ) -> VirtualTensor:
-    """The view that a handle names, so many bytes on."""
-    dtype, device, on_touch = how
-    number, offset_bytes = handle.tolist()
+    """The view that a key names, so many bytes on."""
+    dtype, device, on_touch, _, is_conj, is_neg = context
+    number, start = key.tolist()
     if number == 0:
         return VirtualTensor.wrap(torch.empty_strided(size, stride, dtype=dtype, device=device), None, on_touch)
     region = Region.numbered(number)
-    plain = region.view_again(dtype, (offset_bytes + shift) // dtype.itemsize, tuple(size), tuple(stride))
-    return VirtualTensor.wrap(plain, region, on_touch)
+    plain = region.view_again(dtype, (start + byte_offset) // dtype.itemsize, tuple(size), tuple(stride))
+    plain = torch._conj(plain) if is_conj else plain
+    return VirtualTensor.wrap(torch._neg_view(plain) if is_neg else plain, region, on_touch)
+
+
+def _moved(key: torch.Tensor, byte_offset: int) -> torch.Tensor:
+    number, start = key.tolist()
+    return _key(Region.numbered(number), start + byte_offset)
+
+
+# -- making a graph ---------------------------------------------------------------------------------------------------
 
 
 def _view(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
     parent = args[0]
-    start, first = parent._stand_in.shift, parent.storage_offset() * parent.element_size()
+    parent_key, start, parent_context = parent._stand_in
+    first = parent.storage_offset() * parent.element_size()
     if func is torch.ops.aten.as_strided.default and (len(args) > 3 or kwargs.get("storage_offset") is not None):
-        if not parent._stand_in.context[3]:
+        if not parent_context[3]:
             raise NotForGraphs(
                 f"{func} with an offset is not for graphs, where the tensor given does not begin its storage"
             )
         start = first = 0
+    dtype, device, on_touch, begins, is_conj, is_neg = parent_context
     with torch.utils._python_dispatch._disable_current_modes():
-        meta = torch.empty_strided(parent.shape, parent.stride(), dtype=parent.dtype, device="meta")
-        views = func(meta, *args[1:], **kwargs)
+        meta = torch.empty_strided(parent.shape, parent.stride(), dtype=dtype, device="meta")
+        meta = torch._conj(meta) if is_conj else meta
+        meta = torch._neg_view(meta) if is_neg else meta
+        try:
+            views = func(meta, *args[1:], **kwargs)
+        except RuntimeError as error:
+            if not is_conj and not is_neg:
+                raise
+            raise NotForGraphs(f"{func} of a conjugate is not for graphs ({error}); use a copy (.clone())") from error
 
     def stand_in(view: torch.Tensor) -> VirtualTensor:
         delta = view.storage_offset() * view.element_size()
         offset = (first + delta) // view.element_size()
-        context = (view.dtype, *parent._stand_in.context[1:])
-        return _stand_in(parent._stand_in.handle, start + delta, view.shape, view.stride(), context, offset)
+        context = (view.dtype, device, on_touch, begins, view.is_conj(), view.is_neg())
+        return _stand_in(parent_key, start + delta, view.shape, view.stride(), context, offset)
 
     return pytree.tree_map(stand_in, views)
 
@@ -132,17 +171,16 @@ def _put(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
             for leaf in pytree.tree_leaves(value):
                 writes_virtual |= isinstance(leaf, VirtualTensor)
                 writes_others |= isinstance(leaf, torch.Tensor) and not isinstance(leaf, VirtualTensor)
-    if writes_virtual and writes_others:
-        raise NotForGraphs(f"{func} writes to virtual and to other tensors at once, which is not for graphs")
-    if writes_others or not _gives_tensors(schema):
+    needs_copies = writes_others or not _gives_tensors(schema)
+    if writes_virtual and needs_copies:
+        raise NotForGraphs(f"{func} writes to a virtual tensor, and to others or gives other results: not for graphs")
+    if needs_copies:
         args, kwargs = pytree.tree_map(
             lambda leaf: _copied(leaf) if isinstance(leaf, VirtualTensor) else leaf, (args, kwargs)
         )
         return func(*args, **kwargs)
-    trace = _trace()
-    ticket, *fresh = torch.ops.vtensor.run(*_encode(func, args, kwargs), _tickets.get(trace) if trace else None)
-    if trace is not None:
-        _tickets[trace] = ticket
+    calls = _calls_so_far()
+    calls.token, *fresh = torch.ops.vtensor.run(*_encode(func, args, kwargs, calls), calls.token)
     by_alias = {
         frozenset(argument.alias_info.before_set): value
         for argument, value in _named_arguments(schema, args, kwargs)
@@ -159,16 +197,40 @@ def _put(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
     return None if not results else results[0] if len(results) == 1 else tuple(results)
 
 
-# By graph that is being made: what the last call of `run` gave, which the next one takes, so that they stay in order.
-# (That `run` is registered as one with ordered effects is not enough: torch 2.13's Inductor looks for the effect before
-# under a wrong name.)
-_tickets: weakref.WeakKeyDictionary[Any, torch.Tensor] = weakref.WeakKeyDictionary()
+class _Calls:
+    """The calls of `run` in a graph that is being made.
+
+    Each gives a *token*, which the next one takes, so that they stay in order. (That `run` is registered as one with
+    ordered effects is not enough: torch 2.13's Inductor looks for the effect before under a wrong name.) A token says
+    how often each of the tensors that were used had been written to by then: in a backward, what the forward saved must
+    still be there.
+    """
+
+    def __init__(self) -> None:
+        self.token: torch.Tensor | None = None
+        self._keys: list[torch.Tensor] = []
+
+    def row(self, key: torch.Tensor) -> int:
+        """Where in a token a tensor is."""
+        for row, known in enumerate(self._keys):
+            if known is key:
+                return row
+        self._keys.append(key)
+        return len(self._keys) - 1
+
+    @property
+    def num_rows(self) -> int:
+        """Length of the next token."""
+        return len(self._keys)
 
 
-def _trace() -> Any:
-    """What is there once for each graph that is being made, or None."""
+_calls: weakref.WeakKeyDictionary[Any, _Calls] = weakref.WeakKeyDictionary()
+
+
+def _calls_so_far() -> _Calls:
     keys = torch._C._TorchDispatchModeKey
-    return torch._C._get_dispatch_mode(keys.FUNCTIONAL) or torch._C._get_dispatch_mode(keys.PROXY)
+    trace = torch._C._get_dispatch_mode(keys.FUNCTIONAL) or torch._C._get_dispatch_mode(keys.PROXY)
+    return _Calls() if trace is None else _calls.setdefault(trace, _Calls())
 
 
 def _named_arguments(schema: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> list[tuple[Any, Any]]:
@@ -193,21 +255,25 @@ def _copied(tensor: VirtualTensor) -> torch.Tensor:
 # -- the operator -----------------------------------------------------------------------------------------------------
 
 
-def _encode(func: Any, args: Any, kwargs: Any) -> tuple[str, str, list[Any], list[Any], list[Any], list[Any]]:
+def _encode(
+    func: Any, args: Any, kwargs: Any, calls: _Calls
+) -> tuple[str, str, list[Any], list[Any], list[Any], list[Any]]:
     """The arguments of `run` for a call of an operator."""
-    handles: list[torch.Tensor] = []
-    views: list[int | torch.SymInt] = []  # of each: dimensions, shape, strides, shift
-    how: list[dict[str, Any]] = []
+    keys: list[torch.Tensor] = []
+    views: list[int | torch.SymInt] = []  # of each: dimensions, shape, strides, offset in bytes
+    metadata: list[list[Any]] = []
     tensors: list[torch.Tensor] = []
     numbers: list[Any] = []
 
     def encode(leaf: Any) -> Any:
         if isinstance(leaf, VirtualTensor):
-            handles.append(leaf._stand_in.handle)
-            views.extend((leaf.dim(), *leaf.shape, *leaf.stride(), leaf._stand_in.shift))
-            dtype, device, on_touch, _ = leaf._stand_in.context
-            how.append({"dtype": str(dtype), "device": str(device), "on_touch": on_touch})
-            return {"virtual": len(handles) - 1}
+            if leaf._stand_in is None:
+                raise NotForGraphs(f"{func}: a virtual tensor that is no argument of the graph")
+            key, byte_offset, (dtype, device, on_touch, _, is_conj, is_neg) = leaf._stand_in
+            keys.append(key)
+            views.extend((leaf.dim(), *leaf.shape, *leaf.stride(), byte_offset))
+            metadata.append([str(dtype), str(device), on_touch, is_conj, is_neg])
+            return {"virtual": len(keys) - 1}
         if isinstance(leaf, torch.Tensor):
             tensors.append(leaf)
             return {"tensor": len(tensors) - 1}
@@ -225,22 +291,27 @@ def _encode(func: Any, args: Any, kwargs: Any) -> tuple[str, str, list[Any], lis
         raise NotForGraphs(f"{func}: {type(leaf).__name__} is no argument for a virtual tensor in a graph")
 
     tree = [pytree.tree_map(encode, list(args)), pytree.tree_map(encode, kwargs)]
-    return func.name(), json.dumps([tree, how]), handles, views, tensors, numbers
+    rows = [calls.row(key) for key in keys]
+    is_backward = torch._C._current_autograd_node() is not None
+    text = json.dumps([tree, metadata, {"rows": rows, "num_rows": calls.num_rows, "is_backward": is_backward}])
+    return func.name(), text, keys, views, tensors, numbers
 
 
 def _decode(
     text: str,
-    virtual: Callable[[int, Sequence[int], Sequence[int], int, dict[str, Any]], torch.Tensor],
+    virtual: Callable[[int, Sequence[int], Sequence[int], int, _Context], torch.Tensor],
     views: Sequence[int],
     tensors: Sequence[torch.Tensor],
     numbers: Sequence[Any],
 ) -> tuple[list[Any], dict[str, Any]]:
     """Arguments of an operator from those of `run`."""
-    tree, how = json.loads(text)
+    tree, metadata, _ = json.loads(text)
     made = []
-    for number, one in enumerate(how):
+    for number, one in enumerate(metadata):
         dims, *rest = views
-        made.append(virtual(number, rest[:dims], rest[dims : 2 * dims], rest[2 * dims], one))
+        dtype, device, on_touch, is_conj, is_neg = one
+        context = (_dtype(dtype), torch.device(device), on_touch, False, is_conj, is_neg)
+        made.append(virtual(number, rest[:dims], rest[dims : 2 * dims], rest[2 * dims], context))
         views = rest[2 * dims + 1 :]
 
     def decode(value: Any) -> Any:
@@ -282,57 +353,72 @@ def _fresh(func: Any, result: Any) -> list[torch.Tensor]:
 def _run(
     name: str,
     text: str,
-    handles: list[torch.Tensor],
+    keys: list[torch.Tensor],
     views: list[int],
     tensors: list[torch.Tensor],
     numbers: list[Any],
     after: torch.Tensor | None,
 ) -> list[torch.Tensor]:
-    def virtual(number: int, size: Any, stride: Any, shift: int, how: dict[str, Any]) -> torch.Tensor:
-        described = _dtype(how), torch.device(how["device"]), how["on_touch"]
-        return _tensor_of(handles[number], size, stride, described, shift)
+    regions: list[Region | None] = []
+
+    def virtual(number: int, size: Any, stride: Any, byte_offset: int, context: _Context) -> torch.Tensor:
+        tensor = _tensor_of(keys[number], size, stride, context, byte_offset)
+        regions.append(tensor._region)
+        return tensor
 
     func = _operator(name)
     args, kwargs = _decode(text, virtual, views, tensors, numbers)
+    place = json.loads(text)[2]
+    known = [] if after is None else after.tolist()
+    num_writes = known + [-1] * (place["num_rows"] - len(known))
+    for row, region in zip(place["rows"], regions, strict=True):
+        if place["is_backward"] and region is not None and num_writes[row] not in (-1, region.num_writes):
+            raise RuntimeError(
+                f"{func}: a virtual tensor needed for gradient computation was written to between forward and "
+                "backward; let the forward use a copy (.clone())"
+            )
     with torch.no_grad():
-        return [torch.empty(0, device="cpu"), *_fresh(func, func(*args, **kwargs))]
+        fresh = _fresh(func, func(*args, **kwargs))
+    for row, region in zip(place["rows"], regions, strict=True):
+        num_writes[row] = -1 if region is None else region.num_writes
+    return [torch.tensor(num_writes, dtype=torch.int64, device="cpu"), *fresh]
 
 
 def _run_fake(
     name: str,
     text: str,
-    handles: list[torch.Tensor],
+    keys: list[torch.Tensor],
     views: list[int],
     tensors: list[torch.Tensor],
     numbers: list[Any],
     after: torch.Tensor | None,
 ) -> list[torch.Tensor]:
-    def virtual(number: int, size: Any, stride: Any, shift: int, how: dict[str, Any]) -> torch.Tensor:
-        return torch.empty_strided(size, stride, dtype=_dtype(how), device=how["device"])
+    def virtual(number: int, size: Any, stride: Any, byte_offset: int, context: _Context) -> torch.Tensor:
+        return torch.empty_strided(size, stride, dtype=context[0], device=context[1])
 
     func = _operator(name)
     args, kwargs = _decode(text, virtual, views, tensors, numbers)
-    return [torch.empty(0, device="cpu"), *_fresh(func, func(*args, **kwargs))]
+    fresh = _fresh(func, func(*args, **kwargs))
+    return [torch.empty(json.loads(text)[2]["num_rows"], dtype=torch.int64, device="cpu"), *fresh]
 
 
-def _dtype(how: dict[str, Any]) -> torch.dtype:
-    return cast(torch.dtype, getattr(torch, how["dtype"].removeprefix("torch.")))
-
-
-def _shifted(handle: torch.Tensor, shift: int) -> torch.Tensor:
-    return handle + handle.new_tensor([0, shift])
+def _dtype(name: str) -> torch.dtype:
+    return cast(torch.dtype, getattr(torch, name.removeprefix("torch.")))
 
 
 _new_library: Any = torch.library.Library
 _library = _new_library("vtensor", "DEF")
+# What these do depends on what a key names at the time, so a CUDA graph that replays it would be wrong.
+_not_for_cuda_graphs = tuple(tag for tag in (getattr(torch.Tag, "cudagraph_unsafe", None),) if tag is not None)
 _library.define(
-    "run(str operator, str arguments, Tensor[] handles, SymInt[] views, Tensor[] tensors, Scalar[] numbers, "
-    "Tensor? after) -> Tensor[]"
+    "run(str operator, str arguments, Tensor[] keys, SymInt[] views, Tensor[] tensors, Scalar[] numbers, "
+    "Tensor? after) -> Tensor[]",
+    tags=_not_for_cuda_graphs,
 )
-_library.define("shifted(Tensor handle, SymInt shift) -> Tensor")
+_library.define("moved(Tensor key, SymInt byte_offset) -> Tensor", tags=_not_for_cuda_graphs)
 _library.impl("run", _run, "CompositeExplicitAutograd")
-_library.impl("shifted", _shifted, "CompositeExplicitAutograd")
+_library.impl("moved", _moved, "CompositeExplicitAutograd")
 torch.library.register_fake("vtensor::run", _run_fake, lib=_library)
-torch.library.register_fake("vtensor::shifted", lambda handle, shift: torch.empty_like(handle), lib=_library)
+torch.library.register_fake("vtensor::moved", lambda key, byte_offset: torch.empty_like(key), lib=_library)
 # Graphs keep all calls, in their order.
 _register_effectful_op(torch.ops.vtensor.run.default, _EffectType.ORDERED)

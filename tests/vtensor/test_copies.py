@@ -125,6 +125,36 @@ def test_views_are_copied_as_plain_tensors(device: str) -> None:
         assert isinstance(copy.deepcopy(view), vt.VirtualTensor)
 
 
+def test_an_empty_tensor_is_copied_as_one(device: str) -> None:
+    for function in COPIES.values():
+        y = function(vt.empty(0, 4, device=device))
+        assert isinstance(y, vt.VirtualTensor)
+        assert y.shape == (0, 4)
+
+
+def test_a_deep_copy_keeps_attributes_and_is_of_leaves(device: str) -> None:
+    x = vt.empty(4, 4, device=device, requires_grad=True)
+    x.note = ["mine"]  # type: ignore[attr-defined]
+    y = copy.deepcopy(x)
+    assert y.note == ["mine"]  # type: ignore[attr-defined]
+    assert y.note is not x.note  # type: ignore[attr-defined]
+    with pytest.raises(RuntimeError, match="leaves"):
+        copy.deepcopy(x[1:])
+
+
+def test_many_scattered_page_groups_are_committed_at_once(device: str, driver: Driver) -> None:
+    x = vt.empty(512, page(device), dtype=torch.uint8, device=device)
+    x[::2] = 3
+    data = pickle.dumps(x)
+    before = x._region.num_writes  # type: ignore[union-attr]
+    with fail(driver, Call.MAP, 200, BROKEN), pytest.raises(vt.DriverError):
+        pickle.loads(data)
+    y = pickle.loads(data)
+    assert torch.equal(y[::2].clone(), x[::2].clone())
+    assert y.resident_bytes == x.resident_bytes
+    assert x._region.num_writes == before  # type: ignore[union-attr]
+
+
 def test_a_layer_of_a_cache_is_copied_as_a_plain_tensor(device: str) -> None:
     config = vt.KVCacheConfig(num_layers=1, num_kv_heads=1, head_dim=64, max_batch_size=1, max_context_tokens=4096)
     with vt.KVCacheManager(config, device=device, capacity_bytes=64 << 20) as cache:
@@ -170,9 +200,13 @@ def test_what_cannot_have_been_saved_is_refused() -> None:
     how = ("commit", None, False, False)
     good = ((4, 4), (4, 1), torch.float32, how, [(0, 8)], data)
     assert tensor_module._restore(*good).shape == (4, 4)
-    for spans in ([(-8, 8)], [(60, 8)], [(1 << 40, 8)], [(0, 8), (8, 0)]):
+    for spans in ([(-8, 8)], [(60, 8)], [(1 << 40, 8)], [(0, 8), (8, 0)], [((1 << 63) - 4, 8)]):
         with pytest.raises(ValueError, match="outside"):
             tensor_module._restore(*good[:4], spans, data)
+    wide = ((4, 4), (0, 0), torch.float32, how, [(0, 8)], data)  # one element, shown 16 times
+    with pytest.raises(ValueError, match="outside"):
+        tensor_module._restore(*wide)
+    assert tensor_module._restore(*good[:4], [(4, 4), (0, 4), (2, 4)], torch.zeros(12, dtype=torch.uint8)).sum() == 0
     for other in (data[:7], data.float(), data.view(2, 4)):
         with pytest.raises(ValueError, match="is not what"):
             tensor_module._restore(*good[:5], other)

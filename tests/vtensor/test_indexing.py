@@ -212,6 +212,9 @@ def test_other_additions_are_as_ever(device: str) -> None:
     x[2:4].add_(1)
     x[5].add_(torch.ones(2, 1, device=device))
     assert x.residency().nonzero()[0].tolist() == [2, 3, 5]
+    torch.ops.aten.add_.Scalar(x[8], 1)
+    x[8].zero_()
+    x[8:9].decommit()
     with pytest.raises(RuntimeError):
         x[1:].add_(sparse_rows(device, 3))  # of another shape
     x.add_(sparse_rows(device, 7, dtype=torch.float64))  # works on a copy, all of which is copied back
@@ -246,9 +249,12 @@ def test_unread_indices_commit_the_view(device: str, monkeypatch: pytest.MonkeyP
             with vt.unread_indices():
                 assert tensor[9:][index[:1] - 1].sum().item() == 0
             tensor[4:6].index_add_(0, index[:1], tensor.new_ones(1, *tensor.shape[1:]))
+        y = rows_of_a_page_group(device)
+        y.add_(sparse_rows(device, 3))
     monkeypatch.undo()
     assert torch.equal(x.clone(), dense)
     assert x.residency().nonzero()[0].tolist() == [4, 5, 6, 7]
+    assert y.residency().all()
     x[on(x)(ints(0))] = 1
     assert x.residency().nonzero()[0].tolist() == [0, 4, 5, 6, 7]
 

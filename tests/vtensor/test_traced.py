@@ -233,6 +233,123 @@ def test_gradients(backend: str, device: str) -> None:
     assert not y.grad.any()
 
 
+@pytest.mark.parametrize("backend", BACKENDS)
+def test_a_graph_keeps_what_its_backward_needs(backend: str, device: str) -> None:
+    pool = vt.PagePool(device, capacity_bytes=8 * page(device))
+    x, y = rows(device, 8, pool=pool), torch.ones((), device=device, requires_grad=True)
+    x[3] = 5
+    loss = compiled(lambda x, y: (x[3:][0] * y).sum(), backend)(x, y)
+    del x
+    gc.collect()
+    assert pool.stats().mapped_page_groups > 0
+    loss.backward()
+    assert y.grad is not None
+    assert y.grad.item() == 5 * page(device) // 4
+    del loss
+    gc.collect()
+    if device != "cpu":
+        torch.cuda.synchronize()
+        vt.empty(1, device=device)
+    assert pool.stats().mapped_page_groups == 0
+
+
+@pytest.mark.parametrize("write", [lambda x: x[3].fill_(100), lambda x: compiled(lambda x: x[3].mul_(2))(x)])
+def test_what_a_backward_needs_must_not_be_written_to(write: Callable[[Any], Any], device: str) -> None:
+    x, y = rows(device, 8), torch.ones((), device=device, requires_grad=True)
+    run = compiled(lambda x, y: (x[3] * y).sum())
+    x[3] = 5
+    loss = run(x, y)
+    rows(device, 8)[3] = 7  # another tensor
+    assert x[3, 0].item() == 5
+    loss.backward()
+    loss = run(x, y)
+    write(x)
+    with pytest.raises(RuntimeError, match="needed for gradient computation was written to"):
+        loss.backward()
+
+
+def test_a_write_before_what_is_saved_is_none_after_it(device: str) -> None:
+    def loss(x: torch.Tensor, y: torch.Tensor) -> torch.Tensor:
+        x[3] = 5
+        return (x[3] * y).sum() + x[4].sum()
+
+    y = torch.ones((), device=device, requires_grad=True)
+    compiled(loss)(rows(device, 8), y).backward()
+    assert y.grad is not None
+    assert y.grad.item() == 5 * page(device) // 4
+
+
+@pytest.mark.parametrize(
+    "function",
+    [
+        lambda x: x.conj()[0] * 1,
+        lambda x: x[0].mul_(1j).conj() + 1,
+        lambda x: x.conj()[:, 1:].conj().sum(),
+        lambda x: x.conj() @ x.t(),
+        lambda x: x.conj()[2].fill_(1 - 3j).clone(),
+        lambda x: x[1].real + x[0].imag,
+        lambda x: (x.conj(), x[1].conj().exp()),
+    ],
+)
+def test_conjugates_are_not_lost(function: Callable[[torch.Tensor], Any], device: str) -> None:
+    x, plain = vt.empty(4, 4, dtype=torch.complex64, device=device), torch.zeros(4, 4, dtype=torch.complex64)
+    plain = plain.to(device)
+    for tensor in (x, plain):
+        tensor[0] = 1 + 2j
+    torch.testing.assert_close(values(compiled(function)(x)), values(function(plain)))
+    torch.testing.assert_close(x.clone(), plain)
+    torch.testing.assert_close(values(compiled(lambda x: x[0] * 2 + 1)(x.conj())), plain.conj()[0] * 2 + 1)
+
+
+def test_the_imaginary_part_of_a_conjugate_ends_a_graph(device: str) -> None:
+    x = vt.empty(4, 4, dtype=torch.complex64, device=device)
+    x[0] = 1 + 2j
+    with pytest.raises(torch._dynamo.exc.Unsupported, match="conjugate"):
+        compiled(lambda x: x.conj().imag + 0)(x)
+    assert torch.compile(lambda x: x.conj().imag + 0, backend="aot_eager")(x)[0, 0].item() == -2
+
+
+def test_an_empty_view_keeps_where_it_is(device: str) -> None:
+    x = rows(device, 8)
+    x[2] = 5
+    assert compiled(lambda view: view.as_strided((2,), (1,)) + 1)(x[2:2]).tolist() == [6, 6]
+
+
+def test_a_mode_around_a_graph(device: str) -> None:
+    with vt.virtual(min_bytes=1):
+        x = torch.zeros(8, page(device) // 4, device=device)
+        result = compiled(lambda x: x[3].add_(1) + torch.zeros(5, 1, device=x.device))(x)
+    assert type(result) is torch.Tensor
+    assert result.shape == (5, x.shape[1])
+    assert isinstance(x, vt.VirtualTensor)
+
+
+def test_plain_code_after_virtual_code(device: str) -> None:
+    def double(x: torch.Tensor) -> torch.Tensor:
+        return x.add_(x)
+
+    run = compiled(double)
+    for tensor in (rows(device).add_(1), torch.ones(64, page(device) // 4, device=device), rows(device).add_(1)):
+        result = run(tensor)
+        assert type(result) is type(tensor)
+        assert result.data_ptr() == tensor.data_ptr()
+        assert (result == 2).all()
+
+
+@pytest.mark.gpu
+def test_cuda_graphs_leave_virtual_tensors_alone() -> None:
+    def write(x: torch.Tensor, y: torch.Tensor) -> torch.Tensor:
+        x[3] = y.exp()
+        return x[3:5].sum() + y.sin().sum()
+
+    run = torch.compile(write, fullgraph=True, mode="reduce-overhead")
+    y = torch.zeros(page("cuda") // 4, device="cuda")
+    for number in range(6):
+        x = rows("cuda", 8)
+        assert run(x, y + number).item() == pytest.approx(write(torch.zeros_like(x), y + number).item(), rel=1e-4)
+        assert x.residency().nonzero()[0].tolist() == [3]
+
+
 def test_a_layer_of_a_cache(device: str) -> None:
     def append(keys: torch.Tensor, position: int) -> Any:
         keys[0, position] = 1.0
@@ -344,11 +461,6 @@ def test_a_graph_keeps_no_memory(device: str) -> None:
     assert pool.stats().mapped_page_groups == 0
     assert run(rows(device, 8, pool=pool)).item() == 8 * page(device) // 4
     gc.collect()
-
-
-def test_other_compiled_code_is_not_concerned(device: str) -> None:
-    x = torch.randn(4, 4, device=device)
-    torch.testing.assert_close(compiled(lambda x: x.t() @ x + 1)(x), x.t() @ x + 1)
 
 
 def test_a_plain_tensor_of_virtual_memory_is_plain(device: str) -> None:

@@ -435,3 +435,29 @@ def test_a_resize_to_the_same_shape_is_none(pool: vt.PagePool) -> None:
     for size in ((2, 2), (x.numel(),)):
         with pytest.raises(vt.VTensorError, match="resize_"):
             x.resize_(size)
+
+
+def test_what_is_all_there_is_zeroed_in_one_operation(pool: vt.PagePool, monkeypatch: pytest.MonkeyPatch) -> None:
+    x = rows(pool)
+    x[:4] = 1
+    monkeypatch.setattr(vt.VirtualTensor, "_zero_held", None)
+    x[:4, 5:9].zero_()
+    x[1:3].fill_(0)
+    assert x.sum().item() == 2 * (x.shape[1] - 4)
+
+
+def test_zeros_over_a_huge_range_are_quick(device: str) -> None:
+    x = vt.empty(1 << 44, dtype=torch.uint8, device=device)  # 16 TiB: 2^28 places
+    x[1 << 43] = 5
+    for _ in range(100):  # minutes, if all places were looked at
+        x.zero_()
+    assert x[1 << 43].item() == 0
+    assert x.resident_bytes == page(device)
+
+
+def test_raising_over_zeros_that_are_shown_names_them(pool: vt.PagePool) -> None:
+    x = rows(pool)
+    x[0] = 1
+    x.sum()
+    with pytest.raises(vt.UnmappedAccessError, match=f"touches 7 page groups .* at bytes {pool.page_group_bytes:,}"):
+        vt.as_virtual(x, on_touch="raise").sum()
