@@ -37,6 +37,13 @@ _QUANTIZED = {torch.qint8, torch.quint8, torch.qint32, torch.quint4x2, torch.qui
 Select = Callable[[int], npt.NDArray[np.int64] | None] | None
 
 
+_offset: Callable[[torch.Tensor], int] = torch.Tensor.storage_offset  # type: ignore[assignment]
+
+
+def _is_tracing() -> bool:
+    return torch._guards.TracingContext.try_get() is not None
+
+
 def _all_tensors(arguments: Any) -> Iterator[torch.Tensor]:
     for argument in arguments:
         if isinstance(argument, torch.Tensor):
@@ -233,7 +240,7 @@ class VirtualTensor(torch.Tensor):
         skip_our_frames()
         if self._stand_in is not None:
             return ["_key"], self._stand_in.context
-        begins = self.storage_offset() == 0
+        begins = _offset(self) == 0
         return ["_key"], (self.dtype, self.device, self._on_touch, begins, self.is_conj(), self.is_neg())
 
     @staticmethod
@@ -244,6 +251,23 @@ class VirtualTensor(torch.Tensor):
     def _stable_hash_for_caching(self) -> str:
         """As torch asks for it, to tell whether a graph made by another process is for this tensor."""
         return repr((tuple(self.shape), self.stride(), self.requires_grad, self.__tensor_flatten__()))
+
+    # Each view is described to a graph as if it were all that there is of a storage of its own. What else shows that
+    # memory, and where it lies in it, is for `run` to know; torch would make one a view of the other again, with
+    # offsets that it cannot always solve for.
+
+    def _is_view(self) -> bool:
+        return not _is_tracing() and torch.Tensor._is_view(self)
+
+    def storage_offset(self) -> int:
+        """As of any tensor."""
+        return 0 if _is_tracing() and self._stand_in is None else _offset(self)
+
+    def untyped_storage(self) -> torch.UntypedStorage:
+        """As of any tensor: all addresses of the reservation, whether or not there is memory. Nobody watches it."""
+        if _is_tracing() and self._stand_in is None:
+            return torch.UntypedStorage(1)  # type: ignore[no-untyped-call]
+        return torch.Tensor.untyped_storage(self)
 
     # -- memory for an operation ------------------------------------------------------------------------------------
 
@@ -339,17 +363,15 @@ class VirtualTensor(torch.Tensor):
                 return ranges
         if self.is_contiguous() and (number := self.numel()):
             size, element_bytes = region.space.page_group_bytes, self.element_size()
-            first = int(self.storage_offset()) * element_bytes
+            first = _offset(self) * element_bytes
             end = first + number * element_bytes - 1
             return np.array([[first // size, end // size - first // size + 1]])
-        return footprint(
-            int(self.storage_offset()), self.shape, self.stride(), self.element_size(), region.space.page_group_bytes
-        )
+        return footprint(_offset(self), self.shape, self.stride(), self.element_size(), region.space.page_group_bytes)
 
     def _covered(self) -> npt.NDArray[np.int64]:
         region = cast(Region, self._region)
         return covered(
-            int(self.storage_offset()),
+            _offset(self),
             self.shape,
             self.stride(),
             self.element_size(),
@@ -574,7 +596,7 @@ class VirtualTensor(torch.Tensor):
 
     def _rows(self, first: int, end: int) -> VirtualTensor:
         """Rows of a tensor that grows, also those that it does not have yet."""
-        offset = self.storage_offset() + first * self.stride(0)
+        offset = _offset(self) + first * self.stride(0)
         return cast(VirtualTensor, self.detach().as_strided((end - first, *self.shape[1:]), self.stride(), offset))
 
     def _growing(self, num_rows: int) -> VirtualTensor:
@@ -584,7 +606,7 @@ class VirtualTensor(torch.Tensor):
 
     def _set_rows(self, num_rows: int) -> None:
         with torch._C._DisableTorchDispatch():
-            self.as_strided_((num_rows, *self.shape[1:]), self.stride(), self.storage_offset())
+            self.as_strided_((num_rows, *self.shape[1:]), self.stride(), _offset(self))
         self._seen_epoch = -1
 
     def _zero_held(self, most_blocks: int) -> bool:
@@ -592,7 +614,7 @@ class VirtualTensor(torch.Tensor):
         region = self._region
         if region is None:
             return True
-        blocks = dense_blocks(int(self.storage_offset()), self.shape, self.stride(), self.element_size(), most_blocks)
+        blocks = dense_blocks(_offset(self), self.shape, self.stride(), self.element_size(), most_blocks)
         if blocks is None:
             return False
         for start, number in region.held_bytes(blocks).tolist():
@@ -694,9 +716,11 @@ class VirtualTensor(torch.Tensor):
     def _is_whole(self) -> bool:
         """Whether this is all that there is of a virtual tensor, rather than a view of a part."""
         region = self._memory("a copy")
+        if self.is_conj() or self.is_neg():
+            return False
         if region is None or self._max_rows is not None:
             return True
-        blocks = dense_blocks(int(self.storage_offset()), self.shape, self.stride(), self.element_size(), 1)
+        blocks = dense_blocks(_offset(self), self.shape, self.stride(), self.element_size(), 1)
         is_all = blocks is not None and blocks.tolist() == [[0, region.data_bytes]]
         return is_all and self.numel() * self.element_size() == region.data_bytes and not region.owner
 
@@ -764,6 +788,10 @@ def _restore(
         The data does not fit the tensor: the file is not one that was saved.
     """
     on_touch, num_rows, requires_grad, is_parameter = how
+    if type(data) is not torch.Tensor or data.device.type not in ("cpu", "cuda"):  # map_location="meta", say
+        rows = shape if num_rows is None else (num_rows, *shape[1:])
+        tensor = torch.empty_strided(rows, strides, dtype=dtype, device=data.device)
+        return torch.nn.Parameter(tensor, requires_grad) if is_parameter else tensor.requires_grad_(requires_grad)
     meta = torch.empty_strided(shape, strides, dtype=dtype, device="meta")
     tensor = VirtualTensor.reserve(meta, data.device, on_touch, None, num_rows=num_rows)
     blocks = np.array(spans, np.int64).reshape(-1, 2)
@@ -826,7 +854,8 @@ def _moves_nothing(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> 
         shape = tuple(args[1].shape)
     else:
         return False
-    return tuple(args[0].shape) == shape and len(args) < 3 and kwargs.get("memory_format") is None
+    memory_format = kwargs.get("memory_format", args[2] if len(args) > 2 else None)
+    return tuple(args[0].shape) == shape and memory_format in (None, torch.preserve_format)
 
 
 def _access(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:

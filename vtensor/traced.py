@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 import json
 import weakref
 from collections.abc import Callable, Sequence
@@ -27,10 +28,10 @@ class StandIn(NamedTuple):
     """What a tensor has in place of memory while a graph is made.
 
     Compiled code may move, fuse and repeat what it does to a tensor's memory, and copies a whole tensor where it cannot
-    write in place. So the graph holds no memory of virtual tensors, only their *keys*: int64 tensors of shape [2], a
-    region's number and an offset in bytes. Views change nothing but numbers. What reads or writes becomes a call of
-    ``torch.ops.vtensor.run``, which does it as it is done without a graph, to real virtual tensors, in the order of
-    the program.
+    write in place. So the graph holds no memory of virtual tensors, only their *keys*: int64 tensors of shape [3], a
+    region's number, an offset in bytes, and the tensor's own number. Views change nothing but numbers. What reads or
+    writes becomes a call of ``torch.ops.vtensor.run``, which does it as it is done without a graph, to real virtual
+    tensors, in the order of the program.
     """
 
     key: torch.Tensor  # of the tensor outside of the graph that this is a view of
@@ -57,13 +58,16 @@ class _Hooks:
 
     def key(self, tensor: VirtualTensor) -> torch.Tensor:
         """What names a tensor in graphs."""
-        return _key(tensor._region, int(tensor.storage_offset()) * tensor.element_size())
+        number = next(_numbers)
+        _named[number] = tensor
+        return _key(tensor._region, int(torch.Tensor.storage_offset(tensor)) * tensor.element_size(), number)
 
     def is_named(self, tensor: VirtualTensor, key: torch.Tensor) -> bool:
         """Whether this is what names a tensor now."""
         number = 0 if tensor._region is None else tensor._region.number
         with torch._C._DisableTorchDispatch():
-            return bool(key.tolist() == [number, int(tensor.storage_offset()) * tensor.element_size()])
+            offset = int(torch.Tensor.storage_offset(tensor)) * tensor.element_size()
+            return bool(key[:2].tolist() == [number, offset] and _named.get(int(key[2])) is tensor)
 
     def unflatten(self, inner: dict[str, torch.Tensor], context: _Context, size: Any, stride: Any) -> VirtualTensor:
         """A stand-in while a graph is made; when it runs, the tensor that a key names."""
@@ -90,17 +94,21 @@ VirtualTensor.graph_hooks = _Hooks()
 # -- keys -------------------------------------------------------------------------------------------------------------
 
 
+_numbers = itertools.count(1)
+_named: weakref.WeakValueDictionary[int, VirtualTensor] = weakref.WeakValueDictionary()
+
+
 class _KeyArray(np.ndarray[Any, np.dtype[np.int64]]):
-    """Two numbers that keep the memory which they name: a graph may save a key for its backward."""
+    """Numbers that keep the memory which they name: a graph may save a key for its backward."""
 
     storage: object
 
 
-def _key(region: Region | None, byte_offset: int) -> torch.Tensor:
+def _key(region: Region | None, byte_offset: int, number: int) -> torch.Tensor:
     with torch._C._DisableTorchDispatch():
         if region is None:
-            return torch.tensor([0, byte_offset], device="cpu")
-        array = np.array([region.number, byte_offset]).view(_KeyArray)
+            return torch.tensor([0, byte_offset, number], device="cpu")
+        array = np.array([region.number, byte_offset, number]).view(_KeyArray)
         array.storage = region.storage()
         return torch.from_numpy(array)
 
@@ -114,7 +122,7 @@ def _tensor_of(
 ) -> VirtualTensor:
     """The view that a key names, so many bytes on."""
     dtype, device, on_touch, _, is_conj, is_neg = context
-    number, start = key.tolist()
+    number, start, _ = key.tolist()
     if number == 0:
         return VirtualTensor.wrap(torch.empty_strided(size, stride, dtype=dtype, device=device), None, on_touch)
     region = Region.numbered(number)
@@ -124,8 +132,8 @@ def _tensor_of(
 
 
 def _moved(key: torch.Tensor, byte_offset: int) -> torch.Tensor:
-    number, start = key.tolist()
-    return _key(Region.numbered(number), start + byte_offset)
+    region, start, number = key.tolist()
+    return _key(Region.numbered(region), start + byte_offset, number)
 
 
 # -- making a graph ---------------------------------------------------------------------------------------------------
@@ -174,6 +182,12 @@ def _put(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
     needs_copies = writes_others or not _gives_tensors(schema)
     if writes_virtual and needs_copies:
         raise NotForGraphs(f"{func} writes to a virtual tensor, and to others or gives other results: not for graphs")
+    if (
+        writes_virtual
+        and torch.is_grad_enabled()
+        and any(isinstance(leaf, torch.Tensor) and leaf.requires_grad for leaf in pytree.tree_leaves((args, kwargs)))
+    ):
+        raise NotForGraphs(f"{func} writes what requires grad to a virtual tensor, which a graph has no record of")
     if needs_copies:
         args, kwargs = pytree.tree_map(
             lambda leaf: _copied(leaf) if isinstance(leaf, VirtualTensor) else leaf, (args, kwargs)
@@ -377,11 +391,21 @@ def _run(
                 f"{func}: a virtual tensor needed for gradient computation was written to between forward and "
                 "backward; let the forward use a copy (.clone())"
             )
+    before = [0 if region is None else region.num_writes for region in regions]
     with torch.no_grad():
         fresh = _fresh(func, func(*args, **kwargs))
-    for row, region in zip(place["rows"], regions, strict=True):
+    for key, row, region, number in zip(keys, place["rows"], regions, before, strict=True):
+        if region is not None and region.num_writes != number:
+            _note_write(key)
         num_writes[row] = -1 if region is None else region.num_writes
     return [torch.tensor(num_writes, dtype=torch.int64, device="cpu"), *fresh]
+
+
+def _note_write(key: torch.Tensor) -> None:
+    """Let autograd know that a tensor outside of the graph was written to, and may be needed by a backward there."""
+    tensor = _named.get(int(key[2]))
+    if tensor is not None and not tensor.is_inference():
+        torch.autograd.graph.increment_version(tensor)
 
 
 def _run_fake(

@@ -113,6 +113,21 @@ def test_modules_keep_their_parameters(name: str, device: str) -> None:
     assert other.weight.resident_bytes == page(device)
 
 
+def test_conjugates_are_copied_as_what_they_show(device: str) -> None:
+    x = vt.empty(4, 4, dtype=torch.complex64, device=device).fill_(1 + 2j)
+    for function in COPIES.values():
+        assert function(x.conj())[0, 0].item() == 1 - 2j
+        assert function(torch._neg_view(x))[0, 0].item() == -1 - 2j
+
+
+def test_a_file_may_be_looked_at_without_its_data(device: str) -> None:
+    x = torch.nn.Parameter(vt.empty(4, 4, device=device), requires_grad=False)
+    y = torch.load(saved({"x": x, "g": vt.empty(2, 4, max_rows=8, device=device)}), map_location="meta")
+    assert (y["x"].device.type, y["x"].shape, y["x"].requires_grad) == ("meta", (4, 4), False)
+    assert isinstance(y["x"], torch.nn.Parameter)
+    assert y["g"].shape == (2, 4)
+
+
 def test_views_are_copied_as_plain_tensors(device: str) -> None:
     x = vt.empty(64, page(device), dtype=torch.uint8, device=device)
     x[3] = 1

@@ -156,20 +156,61 @@ def test_as_many_graphs_as_for_plain_tensors(device: str) -> None:
     torch.testing.assert_close(x.clone(), plain)
 
 
-def test_views_as_arguments(device: str) -> None:
+VIEWS: dict[str, Callable[[Any, int], Any]] = {
+    "rows": lambda x, n: x[n : n + 2],
+    "more and more": lambda x, n: x[n : 2 * n],
+    "narrow": lambda x, n: x.narrow(0, n, 2 * n),
+    "transposed": lambda x, n: x[n:-n].t(),
+    "steps": lambda x, n: x[::n],
+    "square": lambda x, n: x.view(-1)[: n * n].view(n, n),
+    "unfold": lambda x, n: x[n, :64].unfold(0, n, n),
+    "detached": lambda x, n: x[n:].detach(),
+    "as_virtual": lambda x, n: vt.as_virtual(x[n:].plain()),
+    "of a graph": lambda x, n: torch.compile(lambda x: x[3:], backend="aot_eager")(x),
+}
+
+
+@pytest.mark.parametrize("name", VIEWS)
+def test_views_as_arguments(name: str, device: str) -> None:
     def write(view: torch.Tensor) -> Any:
         view += 1
         return view[1:], view.sum()
 
-    x = rows(device)
+    x, plain = rows(device, 16), torch.zeros(16, page(device) // 4, device=device)
     counter = torch._dynamo.testing.CompileCounterWithBackend("aot_eager")
     run = torch.compile(write, fullgraph=True, backend=counter)
-    for row in (0, 10, 20, 30):
-        view, total = run(x[row : row + 2])
-        assert total.item() == 2 * x.shape[1]
-        assert view.data_ptr() == x[row + 1].data_ptr()
-    assert x.residency().sum() == 8
-    assert counter.frame_count <= 2
+    for number in range(1, 5):
+        expected = VIEWS[name](x, number)[1:]
+        view, _ = run(VIEWS[name](x, number))
+        if name in ("as_virtual", "of a graph"):
+            plain[3 if name == "of a graph" else number :] += 1
+        else:
+            write(VIEWS[name](plain, number))
+        torch.testing.assert_close(x.clone(), plain)
+        if view.numel():
+            assert view.data_ptr() == expected.data_ptr()
+    assert counter.frame_count <= 3  # the first is for its own sizes; one more, where a size of 1 is met
+
+
+def test_values_that_are_asked_for(device: str) -> None:
+    x = rows(device)
+    run = torch.compile(lambda x: x[3].add_(1) if bool(x[3, 3] == 0) else x[4].add_(1), backend="aot_eager")
+    run(x)
+    run(x)
+    assert x.residency().nonzero()[0].tolist() == [3, 4]
+
+
+def test_many_arguments(device: str) -> None:
+    module = nn.Module()
+    for number in range(40):
+        module.register_buffer(f"b{number}", rows(device, 2))
+
+    def write(module: nn.Module) -> Any:
+        return sum(buffer[1].add_(1).sum() for buffer in module.buffers())
+
+    run = compiled(write)
+    for number in range(1, 4):
+        assert run(module).item() == 40 * number * page(device) // 4
 
 
 @pytest.mark.parametrize("backend", BACKENDS)
@@ -202,7 +243,7 @@ class Attention(nn.Module):
         return F.scaled_dot_product_attention(query, self.keys[:, :, :256], self.values[:, :, :256], attn_mask=mask)
 
 
-@pytest.mark.parametrize("mode", [torch.no_grad, torch.inference_mode, torch.enable_grad])
+@pytest.mark.parametrize("mode", [torch.no_grad, torch.inference_mode])
 @pytest.mark.parametrize("backend", BACKENDS)
 def test_a_module_with_a_virtual_cache(backend: str, mode: Callable[..., Any], device: str) -> None:
     torch.manual_seed(0)
@@ -265,6 +306,34 @@ def test_what_a_backward_needs_must_not_be_written_to(write: Callable[[Any], Any
     loss = run(x, y)
     write(x)
     with pytest.raises(RuntimeError, match="needed for gradient computation was written to"):
+        loss.backward()
+
+
+def test_what_requires_grad_is_not_written_in_a_graph(device: str) -> None:
+    def write(x: torch.Tensor, weight: torch.Tensor) -> None:
+        x[0] = weight * 2
+
+    weight = torch.ones(page(device) // 4, device=device, requires_grad=True)
+    with pytest.raises(torch._dynamo.exc.Unsupported, match="requires grad"):
+        compiled(write)(rows(device, 8), weight)
+    x = rows(device, 8)
+    torch.compile(write, backend="aot_eager")(x, weight)  # the graph ends there
+    (x.sum() + weight.sum()).backward()
+    assert weight.grad is not None
+    assert weight.grad.unique().tolist() == [3]
+    with torch.no_grad():
+        compiled(write)(rows(device, 8), weight)
+
+
+def test_writes_of_a_graph_are_known_outside(device: str) -> None:
+    x, y = rows(device, 8), torch.ones((), device=device, requires_grad=True)
+    loss = (x[3] * y).sum()
+    version = x._version
+    compiled(lambda x: x.sum())(x)
+    assert x._version == version
+    compiled(lambda x: x.add_(1))(x)
+    assert x._version > version
+    with pytest.raises(RuntimeError, match="modified by an inplace operation"):
         loss.backward()
 
 
