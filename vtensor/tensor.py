@@ -7,14 +7,13 @@ import functools
 import os
 import sys
 from collections.abc import Callable, Iterable, Iterator
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from types import EllipsisType, FrameType
 from typing import Any, ClassVar, Literal, Protocol, cast, get_args
 
 import numpy as np
 import numpy.typing as npt
 import torch
-from torch._subclasses import UnsupportedFakeTensorException
 
 from vtensor.allocator.page_pool import PagePool
 from vtensor.devices import device_name, resolve_device
@@ -78,7 +77,11 @@ class _Absent:
 _TENSOR_DATA: Any = torch.Tensor.data
 
 
-class NotForGraphs(VTensorError, UnsupportedFakeTensorException):
+# Where Dynamo meets this, a graph ends; a torch without it takes what is not for graphs as an error.
+_GraphBreak: Any = getattr(torch._subclasses, "UnsupportedFakeTensorException", RuntimeError)
+
+
+class NotForGraphs(VTensorError, _GraphBreak):  # type: ignore[misc]
     """What is asked for needs a tensor's memory, and a graph is being made, where it has none: the graph ends there."""
 
     def __init__(self, message: str) -> None:
@@ -544,7 +547,8 @@ class VirtualTensor(torch.Tensor):
         try:
             new.copy_(rows.detach())
         except BaseException:
-            new._zero_held(1)  # contiguous
+            with suppress(VTensorError):  # the first error is the one to tell of; what is left is beyond the last row
+                new._zero_held(1)
             raise
         self._set_rows(shape[0] + number)
         return self
@@ -580,7 +584,7 @@ class VirtualTensor(torch.Tensor):
         if num_rows < len(self) and self._region is not None:
             # All that lies behind: what an append_ that failed had committed goes as well.
             self._region.give_back(self._rows(num_rows, max_rows)._covered(), "resize_rows_")
-            self._rows(num_rows, len(self))._zero_held(1)  # contiguous
+            self._rows(num_rows, len(self))._zero_held(1)
         self._set_rows(num_rows)
         return self
 

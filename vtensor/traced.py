@@ -10,7 +10,6 @@ from typing import Any, NamedTuple, cast
 
 import numpy as np
 import torch
-from torch._higher_order_ops.effects import _EffectType, _register_effectful_op
 from torch.utils import _pytree as pytree
 
 from vtensor.effects import Effect, effect_of, is_written
@@ -172,6 +171,8 @@ def _view(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
 
 def _put(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
     """Put into the graph what reads or writes virtual tensors."""
+    if _why_no_graphs:
+        raise NotForGraphs(_why_no_graphs)
     schema = func._schema
     writes_virtual = writes_others = False
     for argument, value in _named_arguments(schema, args, kwargs):
@@ -444,5 +445,17 @@ _library.impl("run", _run, "CompositeExplicitAutograd")
 _library.impl("moved", _moved, "CompositeExplicitAutograd")
 torch.library.register_fake("vtensor::run", _run_fake, lib=_library)
 torch.library.register_fake("vtensor::moved", lambda key, byte_offset: torch.empty_like(key), lib=_library)
-# Graphs keep all calls, in their order.
-_register_effectful_op(torch.ops.vtensor.run.default, _EffectType.ORDERED)
+
+
+def _keep_calls() -> str:
+    """Have graphs keep all calls, in their order; why not, where this torch has no way to."""
+    try:
+        from torch._higher_order_ops.effects import _EffectType, _register_effectful_op
+
+        _register_effectful_op(torch.ops.vtensor.run.default, _EffectType.ORDERED)
+    except Exception as error:  # it is not public, and who makes no graph need not know
+        return f"torch {torch.__version__} has no ordered effects as this version of vtensor knows them ({error!r})"
+    return ""
+
+
+_why_no_graphs = _keep_calls()

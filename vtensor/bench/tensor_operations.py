@@ -42,11 +42,12 @@ class _Operation(Variant):
     num_batches: int
     num_calls: int
     operation: Operation
+    num_rows: int  # of the virtual tensor, of which those of _SHAPE have memory
     tensors: dict[str, torch.Tensor] = field(default_factory=dict, init=False)
     order: random.Random = field(default_factory=lambda: random.Random(SEED), init=False)
 
     def set_up(self, resources: ExitStack) -> None:
-        x = empty(*_SHAPE, dtype=torch.float32, device=self.device).commit()
+        x = empty(self.num_rows, _SHAPE[1], dtype=torch.float32, device=self.device).commit(_SHAPE[0])
         self.tensors.update({"virtual": x, "torch": torch.zeros(_SHAPE, device=self.device), "plain()": x.plain()})
         resources.callback(self.tensors.clear)
 
@@ -54,7 +55,8 @@ class _Operation(Variant):
         values = torch.arange(_SHAPE[0] * _SHAPE[1], dtype=torch.float32, device=self.device).view(_SHAPE)
         outcomes = {}
         for kind, tensor in self.tensors.items():
-            view = tensor.detach()  # a virtual tensor remembers that it was written to as a whole: not the one timed
+            # A virtual tensor remembers that it was written to as a whole: not the one timed.
+            view = tensor.detach()[: _SHAPE[0]]
             view.copy_(values)
             result = self.operation(view)
             outcomes[kind] = [view.clone(), result.clone()] if isinstance(result, torch.Tensor) else [view.clone()]
@@ -82,10 +84,15 @@ class _Operation(Variant):
 
 def operations(device: str, num_batches: int, num_calls: int) -> Iterator[Variant]:
     """Views, writes and reads, so many batches of each in a round."""
-    for name, operation in _operations().items():
+    whole, part = _SHAPE[0], TIB // (4 * _SHAPE[1])
+    for name, operation, num_rows in [
+        *((name, operation, whole) for name, operation in _operations().items()),
+        *((f"{name}, of 1 TiB", operation, part) for name, operation in _operations().items() if name != "x.add_(1)"),
+    ]:
         yield _Operation(
             name=name,
-            parameters={"shape": list(_SHAPE), "dtype": "float32"},
+            num_rows=num_rows,
+            parameters={"shape": [num_rows, _SHAPE[1]], "dtype": "float32"},
             targets={"virtual over torch": _OVER_TORCH_US, "plain() over torch": _PLAIN_OVER_TORCH_US},
             device=device,
             num_batches=num_batches,
@@ -107,6 +114,7 @@ def _operations() -> dict[str, Operation]:
         "x[3:7]": lambda x: x[3:7],
         "x[3:7].add_(1)": lambda x: x[3:7].add_(1),
         "x[3:7] = 2": assign,
+        "x[3:7].zero_()": lambda x: x[3:7].zero_(),
         "x.add_(1)": lambda x: x.add_(1),
         "index_put": put,
         "x[3] + 1": lambda x: x[3] + 1,
