@@ -38,6 +38,8 @@ LAYERS = [
     ["vtensor.factory"],
     ["vtensor.traced"],
     ["vtensor.tensor"],
+    ["vtensor.access", "vtensor.copies", "vtensor.growth"],
+    ["vtensor.watched"],
     ["vtensor.region", "vtensor.pools", "vtensor.effects", "vtensor.streams"],
     ["vtensor.allocator", "vtensor.allocator.pluggable"],
     ["vtensor.allocator.address_space", "vtensor.allocator.graveyard"],

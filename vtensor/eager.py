@@ -15,6 +15,7 @@ R = TypeVar("R")
 # What works on memory, and would be looked at where a graph has ended and the next one has not begun.
 _SKIPPED = (
     *("vtensor.eager", "vtensor.factory", "vtensor.tensor", "vtensor.traced", "vtensor.region", "vtensor.effects"),
+    *("vtensor.watched", "vtensor.access", "vtensor.growth", "vtensor.copies"),
     *("vtensor.indexing", "vtensor.footprint", "vtensor.pools", "vtensor.streams", "vtensor.interrupts"),
     "vtensor.allocator",
 )

@@ -14,7 +14,8 @@ from vtensor.eager import eager
 from vtensor.effects import is_zero
 from vtensor.errors import ReservationError
 from vtensor.region import region_of
-from vtensor.tensor import OnTouch, VirtualTensor
+from vtensor.tensor import VirtualTensor
+from vtensor.watched import OnTouch
 
 __all__ = ["as_virtual", "empty", "empty_like", "empty_strided", "full", "zeros", "zeros_like"]
 

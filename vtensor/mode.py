@@ -9,8 +9,9 @@ from torch.overrides import TorchFunctionMode
 
 from vtensor.allocator.page_pool import PagePool
 from vtensor.effects import is_zero
-from vtensor.tensor import OnTouch, VirtualTensor
+from vtensor.tensor import VirtualTensor
 from vtensor.units import MIB
+from vtensor.watched import OnTouch
 
 __all__ = ["virtual"]
 

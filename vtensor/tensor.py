@@ -2,57 +2,34 @@
 
 from __future__ import annotations
 
-import copy
-import functools
 import os
-import sys
-from collections.abc import Callable, Iterable, Iterator
-from contextlib import contextmanager, suppress
-from types import EllipsisType, FrameType
-from typing import Any, ClassVar, Literal, Protocol, cast, get_args
+from types import EllipsisType
+from typing import Any, ClassVar, Protocol, cast, get_args
 
 import numpy as np
 import numpy.typing as npt
 import torch
 
+from vtensor import copies
+from vtensor.access import access, map_tensors, moves_nothing, zero
 from vtensor.allocator.page_pool import PagePool
 from vtensor.devices import device_name, resolve_device
 from vtensor.eager import eager, skip_our_frames
-from vtensor.effects import Effect, effect_of, fills_with_zeros, out_names, stays_within, written_arguments
-from vtensor.errors import UnmappedAccessError, VTensorError
-from vtensor.footprint import covered, dense_blocks, footprint, merged
-from vtensor.indexing import indexed_ranges, is_indexed
+from vtensor.effects import Effect, effect_of, fills_with_zeros, stays_within
+from vtensor.errors import VTensorError
+from vtensor.growth import Growing
 from vtensor.pools import default_pool
-from vtensor.region import READ_LIMIT_BYTES, Region
-from vtensor.streams import is_capturing
+from vtensor.region import Region
 from vtensor.units import format_bytes
+from vtensor.watched import NotForGraphs, OnTouch, offset_of
 
-__all__ = ["NotForGraphs", "OnTouch", "VirtualTensor"]
+__all__ = ["VirtualTensor"]
 
-OnTouch = Literal["commit", "raise"]
-_MOST_BLOCKS = 1024  # beyond that, to write zeros piece by piece takes longer than it saves
 _QUANTIZED = {torch.qint8, torch.quint8, torch.qint32, torch.quint4x2, torch.quint2x4}
-# From the size of a page group to ranges of them, or None for all of a view.
-Select = Callable[[int], npt.NDArray[np.int64] | None] | None
-
-
-_offset: Callable[[torch.Tensor], int] = torch.Tensor.storage_offset  # type: ignore[assignment]
 
 
 def _is_tracing() -> bool:
     return torch._guards.TracingContext.try_get() is not None
-
-
-def _all_tensors(arguments: Any) -> Iterator[torch.Tensor]:
-    for argument in arguments:
-        if isinstance(argument, torch.Tensor):
-            yield argument
-        elif isinstance(argument, list | tuple):
-            yield from _all_tensors(argument)
-
-
-def _virtual_tensors(arguments: Any) -> Iterator[VirtualTensor]:
-    return (tensor for tensor in _all_tensors(arguments) if isinstance(tensor, VirtualTensor))
 
 
 def _touching(name: str) -> Any:
@@ -77,18 +54,6 @@ class _Absent:
 _TENSOR_DATA: Any = torch.Tensor.data
 
 
-# Where Dynamo meets this, a graph ends; a torch without it takes what is not for graphs as an error.
-_GraphBreak: Any = getattr(torch._subclasses, "UnsupportedFakeTensorException", RuntimeError)
-
-
-class NotForGraphs(VTensorError, _GraphBreak):  # type: ignore[misc]
-    """What is asked for needs a tensor's memory, and a graph is being made, where it has none: the graph ends there."""
-
-    def __init__(self, message: str) -> None:
-        super().__init__(message)
-        self.reason = message  # as Dynamo shows it
-
-
 class GraphHooks(Protocol):
     """What this module asks of `vtensor.traced`, which knows it."""
 
@@ -105,7 +70,7 @@ class GraphHooks(Protocol):
         """What an operator does while a graph is made."""
 
 
-class VirtualTensor(torch.Tensor):
+class VirtualTensor(Growing):
     """A tensor whose addresses are reserved at once and whose memory is mapped on demand.
 
     It is an ordinary strided tensor, which kernels take as it is. Before an operation writes to it, the page groups
@@ -118,13 +83,6 @@ class VirtualTensor(torch.Tensor):
     Made by `vtensor.empty` and its like, `vtensor.as_virtual` and `KVCacheManager.layer`, never by its constructor.
     """
 
-    _region: Region | None = None
-    _on_touch: OnTouch = "commit"
-    _seen_epoch: int = -1
-    _max_rows: int | None = None  # of a tensor that grows in place
-    # In a graph of torch.compile that is being made: what stands for the memory, and what a view is named by.
-    _stand_in: Any = None
-    _own_key: torch.Tensor | None = None
     graph_hooks: ClassVar[GraphHooks]
 
     __torch_function__ = torch._C._disabled_torch_function_impl  # type: ignore[assignment]
@@ -195,13 +153,13 @@ class VirtualTensor(torch.Tensor):
             return func.decompose(*args, **kwargs)
         if effect is Effect.ACCESS or effect is Effect.FILL:
             try:
-                if effect is Effect.FILL and fills_with_zeros(args) and _zero(args[0]):
+                if effect is Effect.FILL and fills_with_zeros(args) and zero(args[0]):
                     return args[0]
-                return _access(func, args, kwargs)
+                return access(func, args, kwargs)
             except NotForGraphs:
                 return cls.graph_hooks.put_in_graph(func, args, kwargs)
         if effect is Effect.REFUSED:
-            if _moves_nothing(func, args, kwargs):
+            if moves_nothing(func, args, kwargs):
                 return args[0]
             if not isinstance(args[0], VirtualTensor) and func is torch.ops.aten.resize_as_.default:
                 return args[0].resize_(args[1].shape)
@@ -218,18 +176,12 @@ class VirtualTensor(torch.Tensor):
                 parent._seen_epoch, parent._max_rows = -1, None
             elif effect is Effect.VIEW:
                 seen_epoch = parent._seen_epoch if stays_within(func) else -1
-                return _map_tensors(
+                return map_tensors(
                     lambda view: VirtualTensor.wrap(view, parent._region, parent._on_touch, seen_epoch), result
                 )
         return result
 
     # -- torch.compile: see module traced ---------------------------------------------------------------------------
-
-    def _memory(self, operation: Any) -> Region | None:
-        """The region, or None of an empty tensor."""
-        if self._region is None and self._stand_in is not None:
-            raise NotForGraphs(f"{operation} of a virtual tensor is not for graphs: it needs the tensor's own memory")
-        return self._region
 
     @property
     def _key(self) -> torch.Tensor:
@@ -243,7 +195,7 @@ class VirtualTensor(torch.Tensor):
         skip_our_frames()
         if self._stand_in is not None:
             return ["_key"], self._stand_in.context
-        begins = _offset(self) == 0
+        begins = offset_of(self) == 0
         return ["_key"], (self.dtype, self.device, self._on_touch, begins, self.is_conj(), self.is_neg())
 
     @staticmethod
@@ -264,123 +216,13 @@ class VirtualTensor(torch.Tensor):
 
     def storage_offset(self) -> int:
         """As of any tensor."""
-        return 0 if _is_tracing() and self._stand_in is None else _offset(self)
+        return 0 if _is_tracing() and self._stand_in is None else offset_of(self)
 
     def untyped_storage(self) -> torch.UntypedStorage:
         """As of any tensor: all addresses of the reservation, whether or not there is memory. Nobody watches it."""
         if _is_tracing() and self._stand_in is None:
             return torch.UntypedStorage(1)  # type: ignore[no-untyped-call]
         return torch.Tensor.untyped_storage(self)
-
-    # -- memory for an operation ------------------------------------------------------------------------------------
-
-    def _begin_reading(self, operation: Any, select: Select = None) -> bool:
-        """Make sure that this view can be read; whether that holds until `Region.end_reading` only.
-
-        `select` says which page groups are enough, for an operation that does not read everything.
-        """
-        region = self._region
-        if region is None:
-            self._memory(operation)
-            return False
-        if self._on_touch == "raise":
-            self._touch(operation, select)
-            return False
-        if os.getpid() != region.process_id:
-            region.space.check_open()
-        if region.space.has_readable_holes:
-            if region.data_bytes > READ_LIMIT_BYTES and (
-                self.numel() * self.element_size() > READ_LIMIT_BYTES or not self.is_contiguous()
-            ):
-                region.check_read(self._footprint(select), _Named(operation, self))
-            return False
-        has_shown = False
-        epoch = region.decommit_epoch
-        if self._seen_epoch != epoch and region.space.is_full:
-            self._seen_epoch = epoch
-        if self._seen_epoch != epoch:
-            has_shown = region.begin_reading(self._footprint(select), _Named(operation, self))
-            if not has_shown and select is None:
-                self._seen_epoch = epoch
-        region.use()
-        return has_shown
-
-    @contextmanager
-    def _reading(self, operation: Any) -> Iterator[None]:
-        """The time in which this view is read, otherwise than by an operator."""
-        has_shown = self._begin_reading(operation)
-        try:
-            yield
-        finally:
-            if has_shown:
-                Region.end_reading()
-
-    def _touch(self, operation: Any, select: Select = None) -> None:
-        """Make sure that this view has memory behind it, which may be written to."""
-        region = self._region
-        if region is None:
-            self._memory(operation)
-            return
-        if os.getpid() != region.process_id:
-            region.space.check_open()  # raises: a forked child has nothing at these addresses
-        epoch = region.decommit_epoch
-        if self._seen_epoch != epoch and region.space.is_full:
-            self._seen_epoch = epoch
-        if self._seen_epoch != epoch:
-            ranges = self._footprint(select)
-            missing = region.space.count_missing(ranges)
-            if missing:
-                if self._on_touch == "raise":
-                    raise self._unmapped(operation, ranges, missing)
-                region.commit(ranges, _Named(operation, self))
-            if select is None:
-                self._seen_epoch = epoch
-        region.use()  # after the check: whoever committed what is there now has noted when it is zeroed
-
-    def _begin_writing(self, operation: Any, select: Select = None) -> None:
-        """Make sure that this view can be written to."""
-        self._touch(operation, select)
-        if self._region is not None:
-            self._region.num_writes += 1
-
-    def _unmapped(self, operation: Any, ranges: npt.NDArray[np.int64], missing: int) -> UnmappedAccessError:
-        region = cast(Region, self._region)
-        first = next(
-            int(start + (~region.space.have_memory(start, start + count)).argmax())
-            for start, count in ranges.tolist()
-            if not region.space.have_memory(start, start + count).all()
-        )
-        size = region.space.page_group_bytes
-        address = region.space.base + first * size
-        return UnmappedAccessError(
-            f"{_Named(operation, self)} touches {missing} page groups without "
-            f"memory, the first at bytes {first * size:,}..{(first + 1) * size:,} ({address:#x}) of its reservation; "
-            "commit them first (.commit(), or step() of a cache), or use on_touch='commit'"
-        )
-
-    def _footprint(self, select: Select = None) -> npt.NDArray[np.int64]:
-        region = cast(Region, self._region)
-        if select is not None:
-            ranges = select(region.space.page_group_bytes)
-            if ranges is not None:
-                return ranges
-        if self.is_contiguous() and (number := self.numel()):
-            size, element_bytes = region.space.page_group_bytes, self.element_size()
-            first = _offset(self) * element_bytes
-            end = first + number * element_bytes - 1
-            return np.array([[first // size, end // size - first // size + 1]])
-        return footprint(_offset(self), self.shape, self.stride(), self.element_size(), region.space.page_group_bytes)
-
-    def _covered(self) -> npt.NDArray[np.int64]:
-        region = cast(Region, self._region)
-        return covered(
-            _offset(self),
-            self.shape,
-            self.stride(),
-            self.element_size(),
-            region.space.page_group_bytes,
-            region.data_bytes,
-        )
 
     # -- memory ---------------------------------------------------------------------------------------------------
 
@@ -496,136 +338,6 @@ class VirtualTensor(torch.Tensor):
         """The same memory as a plain tensor: no checks, no cost. Reading what is not committed ends the process."""
         return self._plain()
 
-    def _plain(self) -> torch.Tensor:
-        self._memory("plain")
-        with torch._C._DisableTorchDispatch():
-            # Not a view where it need not be: views cost more, and torch.compile looks at what they are of.
-            return self.as_subclass(torch.Tensor) if self.requires_grad else self.detach()
-
-    # -- growth in place --------------------------------------------------------------------------------------------
-
-    @property
-    def max_rows(self) -> int | None:
-        """Rows for which a tensor that grows in place has addresses; None for any other."""
-        return self._max_rows
-
-    @eager
-    def append_(self, rows: torch.Tensor) -> VirtualTensor:
-        """Add rows at the end, in place: nothing is copied but the rows, and no address changes.
-
-        Views of the rows before stay good. Made for tensors from ``vtensor.empty(..., max_rows=...)``.
-
-        Parameters
-        ----------
-        rows : Tensor, shape [n, *self.shape[1:]] or self.shape[1:]
-            n rows, or one; converted to this tensor's dtype and device.
-
-        Returns
-        -------
-        VirtualTensor
-            This tensor, n rows longer.
-
-        Raises
-        ------
-        ValueError
-            Rows of another shape, or more than `max_rows`. Nothing was changed.
-        VTensorError
-            A tensor that does not grow, or that requires grad.
-        OutOfPagesError
-            Not enough page groups. Nothing was changed.
-        """
-        max_rows = self._check_grows("append_")
-        shape = tuple(self.shape)
-        is_rows = isinstance(rows, torch.Tensor) and tuple(rows.shape) in (shape[1:], (*rows.shape[:1], *shape[1:]))
-        if not is_rows:
-            one = ", ".join(map(str, shape[1:]))
-            raise ValueError(f"rows={_describe(rows)} must be a tensor of shape [n, {one}], or [{one}] for one row")
-        number = 1 if rows.dim() < len(shape) else len(rows)
-        if shape[0] + number > max_rows:
-            raise ValueError(f"{number} rows more than {shape[0]:,} are beyond max_rows={max_rows:,}")
-        new = self._rows(shape[0], shape[0] + number)
-        try:
-            new.copy_(rows.detach())
-        except BaseException:
-            with suppress(VTensorError):  # the first error is the one to tell of; what is left is beyond the last row
-                new._zero_held(1)
-            raise
-        self._set_rows(shape[0] + number)
-        return self
-
-    @eager
-    def resize_rows_(self, num_rows: int) -> VirtualTensor:
-        """Change the number of rows, in place: rows that come are zero, those that go give their memory back.
-
-        Made for tensors from ``vtensor.empty(..., max_rows=...)``. Shrinking waits for the device. Views that reach
-        beyond the new end read zeros there.
-
-        Parameters
-        ----------
-        num_rows : int
-            0 to `max_rows`.
-
-        Returns
-        -------
-        VirtualTensor
-            This tensor.
-
-        Raises
-        ------
-        ValueError
-            A number out of range. Nothing was changed.
-        VTensorError
-            A tensor that does not grow, or that requires grad; or during a graph capture.
-        """
-        max_rows = self._check_grows("resize_rows_")
-        if isinstance(num_rows, bool) or not isinstance(num_rows, int | np.integer) or not 0 <= num_rows <= max_rows:
-            raise ValueError(f"num_rows={num_rows!r} must be 0 to max_rows={max_rows:,}")
-        num_rows = int(num_rows)
-        if num_rows < len(self) and self._region is not None:
-            # All that lies behind: what an append_ that failed had committed goes as well.
-            self._region.give_back(self._rows(num_rows, max_rows)._covered(), "resize_rows_")
-            self._rows(num_rows, len(self))._zero_held(1)
-        self._set_rows(num_rows)
-        return self
-
-    def _check_grows(self, what: str) -> int:
-        self._memory(what)
-        if self._max_rows is None:
-            raise VTensorError(f"{what} is for tensors that grow in place: vtensor.empty(n, ..., max_rows=...)")
-        if self.requires_grad:
-            raise VTensorError(f"{what}: a tensor that grows in place cannot require grad; use .detach() views of it")
-        if self._region is not None:
-            self._region.space.check_open()
-        return self._max_rows
-
-    def _rows(self, first: int, end: int) -> VirtualTensor:
-        """Rows of a tensor that grows, also those that it does not have yet."""
-        offset = _offset(self) + first * self.stride(0)
-        return cast(VirtualTensor, self.detach().as_strided((end - first, *self.shape[1:]), self.stride(), offset))
-
-    def _growing(self, num_rows: int) -> VirtualTensor:
-        self._max_rows = len(self)
-        self._set_rows(num_rows)
-        return self
-
-    def _set_rows(self, num_rows: int) -> None:
-        with torch._C._DisableTorchDispatch():
-            self.as_strided_((num_rows, *self.shape[1:]), self.stride(), _offset(self))
-        self._seen_epoch = -1
-
-    def _zero_held(self, most_blocks: int) -> bool:
-        """Zero what has memory of this view. False, and nothing done, where it consists of more blocks."""
-        region = self._region
-        if region is None:
-            return True
-        blocks = dense_blocks(_offset(self), self.shape, self.stride(), self.element_size(), most_blocks)
-        if blocks is None:
-            return False
-        for start, number in region.held_bytes(blocks).tolist():
-            region.bytes_of(start, number).zero_()
-        region.num_writes += 1
-        return True
-
     # -- exits to Python and to other libraries ---------------------------------------------------------------------
 
     def __repr__(self, **kwargs: Any) -> str:  # type: ignore[override]
@@ -694,81 +406,12 @@ class VirtualTensor(torch.Tensor):
     @eager
     def __deepcopy__(self, memo: dict[int, Any]) -> torch.Tensor:
         """Of a whole virtual tensor another one, of the same pool, in which the same has memory; of a view its data."""
-        if not self.is_leaf:
-            raise RuntimeError(
-                "only tensors that are leaves of a graph can be deep-copied; use x.detach(), or a copy (.clone())"
-            )
-        copied = memo[id(self)] = self._like(self._whole_copy() if self._is_whole() else self.detach().clone())
-        own = {name: value for name, value in vars(self).items() if not hasattr(VirtualTensor, name)}
-        vars(copied).update(copy.deepcopy(own, memo))
-        if self.is_leaf and self.grad is not None:
-            copied.grad = copy.deepcopy(self.grad, memo)
-        return copied
+        return copies.deep_copy(self, memo, VirtualTensor.reserve)
 
     @eager
     def __reduce_ex__(self, protocol: Any) -> Any:
         """Pickled, of a whole tensor, as a virtual one of what has memory; of a view as a plain tensor of its data."""
-        if not self._is_whole() or _is_saving_in_old_format():
-            return self._like(self.detach().clone()).__reduce_ex__(protocol)  # type: ignore[no-untyped-call]
-        spans = self._spans()
-        nothing = torch.empty(0, dtype=torch.uint8, device=self.device)
-        data = torch.cat([nothing, *self._parts(spans)])
-        most = self._most()
-        how = (self._on_touch, self._num_rows(), self.requires_grad, isinstance(self, torch.nn.Parameter))
-        return _restore, (tuple(most.shape), most.stride(), most.dtype, how, spans.tolist(), data)
-
-    def _is_whole(self) -> bool:
-        """Whether this is all that there is of a virtual tensor, rather than a view of a part."""
-        region = self._memory("a copy")
-        if self.is_conj() or self.is_neg():
-            return False
-        if region is None or self._max_rows is not None:
-            return True
-        blocks = dense_blocks(_offset(self), self.shape, self.stride(), self.element_size(), 1)
-        is_all = blocks is not None and blocks.tolist() == [[0, region.data_bytes]]
-        return is_all and self.numel() * self.element_size() == region.data_bytes and not region.owner
-
-    def _whole_copy(self) -> VirtualTensor:
-        pool = None if self._region is None else self._region.space.pool
-        if pool is default_pool(self.device):
-            pool = None
-        copied = VirtualTensor.reserve(self._most(), self.device, self._on_touch, pool, num_rows=self._num_rows())
-        spans = self._spans()
-        copied._put(spans, self._parts(spans))
-        return copied
-
-    def _spans(self) -> npt.NDArray[np.int64]:
-        """What of a whole tensor has memory: rows of (first byte, number of bytes)."""
-        if self._region is None:
-            return np.empty((0, 2), np.int64)
-        return self._region.held_bytes(np.array([[0, self.numel() * self.element_size()]]))
-
-    def _parts(self, spans: npt.NDArray[np.int64]) -> list[torch.Tensor]:
-        region = cast(Region, self._region)
-        return [region.bytes_of(start, number) for start, number in spans.tolist()]
-
-    def _most(self) -> torch.Tensor:
-        """Shape, strides and dtype; of a tensor that grows in place, when it has all of its rows."""
-        shape = self.shape if self._max_rows is None else (self._max_rows, *self.shape[1:])
-        return torch.empty_strided(shape, self.stride(), dtype=self.dtype, device="meta")
-
-    def _num_rows(self) -> int | None:
-        return None if self._max_rows is None else len(self)
-
-    def _put(self, spans: npt.NDArray[np.int64], parts: Iterable[torch.Tensor]) -> None:
-        """Write bytes: spans of (first byte, number), and what is to be there."""
-        if not len(spans):
-            return
-        region = cast(Region, self._region)
-        region.commit(merged(spans, region.space.page_group_bytes), "a copy of a virtual tensor")
-        for own, part in zip(self._parts(spans), parts, strict=True):
-            own.copy_(part)
-
-    def _like(self, copied: torch.Tensor) -> torch.Tensor:
-        """As this one is a parameter, or requires grad."""
-        if isinstance(self, torch.nn.Parameter):
-            return torch.nn.Parameter(copied, self.requires_grad)
-        return copied.requires_grad_(self.requires_grad)
+        return copies.reduce(self, protocol, _restore)
 
     @eager
     def share_memory_(self) -> VirtualTensor:
@@ -776,184 +419,12 @@ class VirtualTensor(torch.Tensor):
         raise VTensorError("a virtual tensor cannot move to shared memory: share a copy, x.clone().share_memory_()")
 
 
-def _restore(
-    shape: tuple[int, ...],
-    strides: tuple[int, ...],
-    dtype: torch.dtype,
-    how: tuple[OnTouch, int | None, bool, bool],
-    spans: list[tuple[int, int]],
-    data: torch.Tensor,
-) -> torch.Tensor:
-    """The virtual tensor that was pickled, on the device on which its data is loaded.
-
-    Raises
-    ------
-    ValueError
-        The data does not fit the tensor: the file is not one that was saved.
-    """
-    on_touch, num_rows, requires_grad, is_parameter = how
-    if type(data) is not torch.Tensor or data.device.type not in ("cpu", "cuda"):  # map_location="meta", say
-        rows = shape if num_rows is None else (num_rows, *shape[1:])
-        tensor = torch.empty_strided(rows, strides, dtype=dtype, device=data.device)
-        return torch.nn.Parameter(tensor, requires_grad) if is_parameter else tensor.requires_grad_(requires_grad)
-    meta = torch.empty_strided(shape, strides, dtype=dtype, device="meta")
-    tensor = VirtualTensor.reserve(meta, data.device, on_touch, None, num_rows=num_rows)
-    blocks = np.array(spans, np.int64).reshape(-1, 2)
-    starts, numbers = blocks[:, 0], blocks[:, 1]
-    end = 0 if tensor._region is None else tensor._region.data_bytes
-    if (starts < 0).any() or (numbers < 1).any() or (starts > end).any() or (numbers > end - starts).any():
-        raise ValueError(f"a span of {spans} lies outside a tensor of {end:,} bytes")
-    if data.dtype is not torch.uint8 or data.dim() != 1 or len(data) != numbers.sum():
-        raise ValueError(f"{_describe(data)} of {data.dtype} is not what {len(spans)} spans hold")
-    tensor._put(blocks, torch.split(data, numbers.tolist()) if spans else ())
-    if is_parameter:
-        return torch.nn.Parameter(tensor, requires_grad)
-    return tensor.requires_grad_(requires_grad)
+def _restore(*saved: Any) -> torch.Tensor:
+    """The virtual tensor that was pickled, on the device on which its data is loaded."""
+    return copies.restore(VirtualTensor.reserve, *saved)
 
 
 torch.serialization.add_safe_globals([_restore])  # it checks what it is given
-
-
-def _is_saving_in_old_format() -> bool:
-    """Whether `torch.save` writes its old format, which reads data only after all objects are made: too late for us."""
-    frame: FrameType | None = sys._getframe()
-    while frame is not None and frame.f_code is not torch.serialization._legacy_save.__code__:
-        frame = frame.f_back
-    return frame is not None
-
-
-class _Named:
-    """What was to be done, for an error."""
-
-    __slots__ = ("operation", "tensor")
-
-    def __init__(self, operation: object, tensor: torch.Tensor) -> None:
-        self.operation, self.tensor = operation, tensor
-
-    def __str__(self) -> str:
-        return f"{self.operation} on a virtual tensor of shape {tuple(self.tensor.shape)}"
-
-
-def _zero(tensor: torch.Tensor) -> bool:
-    """Write zeros where a view has memory: the rest reads as zeros. False where to do it as usual is better."""
-    if not isinstance(tensor, VirtualTensor) or tensor._memory("zero_") is None or tensor._on_touch == "raise":
-        return False
-    region = cast(Region, tensor._region)
-    if os.getpid() != region.process_id:
-        region.space.check_open()
-    if tensor._seen_epoch == region.decommit_epoch or region.space.is_full or is_capturing(region.device):
-        return False  # a graph's replays would not know what has memory by then
-    if not region.space.count_missing(tensor._footprint()):
-        return False
-    if any(stride == 0 and size > 1 for stride, size in zip(tensor.stride(), tensor.shape, strict=True)):
-        return False  # torch refuses it
-    return tensor._zero_held(_MOST_BLOCKS)
-
-
-def _moves_nothing(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> bool:
-    """Whether a resize is to the shape that is there."""
-    if func is torch.ops.aten.resize_.default:
-        shape = tuple(args[1])
-    elif func is torch.ops.aten.resize_as_.default:
-        shape = tuple(args[1].shape)
-    else:
-        return False
-    memory_format = kwargs.get("memory_format", args[2] if len(args) > 2 else None)
-    return tuple(args[0].shape) == shape and memory_format in (None, torch.preserve_format)
-
-
-def _access(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
-    """Run an operator that reads or writes its arguments: what it writes to is committed, what it reads can be read."""
-    positions, names = written_arguments(func)
-    select: Select = functools.partial(indexed_ranges, func, args, kwargs) if is_indexed(func, args) else None
-    reads: list[tuple[VirtualTensor, Select]] = []
-    for index, argument in enumerate(args):
-        if isinstance(argument, VirtualTensor):
-            if index in positions:
-                argument._begin_writing(func, select if index == 0 else None)
-            else:
-                reads.append((argument, select if index == 0 else None))
-        elif isinstance(argument, list | tuple):
-            for tensor in _virtual_tensors(argument):
-                if index in positions:
-                    tensor._begin_writing(func)
-                else:
-                    reads.append((tensor, None))
-    for name, argument in kwargs.items():
-        for tensor in _virtual_tensors((argument,)):
-            if name in names:
-                tensor._begin_writing(func)
-            else:
-                reads.append((tensor, None))
-    num_held = 0
-    try:
-        for tensor, part in reads:  # after what is written was committed, which takes zeros that are shown away
-            num_held += tensor._begin_reading(func, part)
-        if kwargs and any(True for _ in _virtual_tensors(kwargs.get(name) for name in out_names(func))):
-            return _write_out(func, args, kwargs)
-        with torch._C._DisableTorchDispatch():
-            return func(*args, **kwargs)
-    finally:
-        for _ in range(num_held):
-            Region.end_reading()
-
-
-def _describe(value: Any) -> str:
-    """A tensor's shape, for an error; its values may not be there."""
-    return f"<tensor of shape {tuple(value.shape)}>" if isinstance(value, torch.Tensor) else repr(value)
-
-
-def _map_tensors(function: Callable[[torch.Tensor], torch.Tensor], result: Any) -> Any:
-    if isinstance(result, torch.Tensor):
-        return function(result)
-    if isinstance(result, list | tuple):
-        return type(result)(_map_tensors(function, item) for item in result)
-    return result
-
-
-def _write_out(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
-    """Call an operator with ``out=``, which torch resizes where it does not fit: here, into what has no memory."""
-    names = [name for name in out_names(func) if name in kwargs]
-    others = (*args, *(value for name, value in kwargs.items() if name not in names))
-    inputs = {id(tensor._region) for tensor in _virtual_tensors(others)}
-    with torch._C._DisableTorchDispatch():
-        stand_ins = {name: _map_tensors(lambda out: _out_buffer(out, inputs), kwargs[name]) for name in names}
-        try:
-            func(*args, **{**kwargs, **stand_ins})
-        except RuntimeError as error:
-            if "not resizable" not in str(error):
-                raise
-            raise VTensorError(f"{func}: an out= does not fit the result; a virtual tensor is never resized") from error
-        written = _all_tensors(stand_ins[name] for name in names)
-        for target, source in zip(_all_tensors(kwargs[name] for name in names), written, strict=True):
-            if target.shape != source.shape:
-                raise VTensorError(
-                    f"{func}: out= has shape {tuple(target.shape)}, the result has shape {tuple(source.shape)}; "
-                    "a virtual tensor is never resized"
-                )
-            if target.numel() and target.data_ptr() != source.data_ptr():
-                target.copy_(source)
-    return kwargs[names[0]] if len(names) == 1 else tuple(kwargs[name] for name in names)
-
-
-def _out_buffer(target: torch.Tensor, input_regions: set[int]) -> torch.Tensor:
-    """What an operator may write to instead: the same memory and no byte more, or memory of its own.
-
-    Where an input may overlap, only memory of its own will do: of a storage made for the purpose, torch cannot know.
-    """
-    if not isinstance(target, VirtualTensor):
-        return target
-    part = torch.empty(0, dtype=target.dtype, device=target.device)
-    if (
-        id(target._region) in input_regions
-        or target.numel() == 0
-        or not target.is_contiguous()
-        or target.is_conj()
-        or target.is_neg()
-    ):
-        return part
-    storage = torch._C._construct_storage_from_data_pointer(target.data_ptr(), target.device, target.nbytes)
-    return part.set_(storage, 0, target.shape, target.stride())
 
 
 def _basic_index(rows: Any, shape: torch.Size) -> Any:

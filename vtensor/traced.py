@@ -14,7 +14,8 @@ from torch.utils import _pytree as pytree
 
 from vtensor.effects import Effect, effect_of, is_written
 from vtensor.region import Region
-from vtensor.tensor import NotForGraphs, OnTouch, VirtualTensor
+from vtensor.tensor import VirtualTensor
+from vtensor.watched import NotForGraphs, OnTouch
 
 __all__ = ["StandIn"]
 

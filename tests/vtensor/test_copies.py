@@ -17,7 +17,7 @@ import torch
 
 import vtensor as vt
 from tests.helpers.faults import BROKEN, fail
-from vtensor import tensor as tensor_module
+from vtensor import copies
 from vtensor.allocator.driver import Call, Driver, get_driver
 
 
@@ -214,17 +214,22 @@ def test_what_cannot_have_been_saved_is_refused() -> None:
     data = torch.zeros(8, dtype=torch.uint8)
     how = ("commit", None, False, False)
     good = ((4, 4), (4, 1), torch.float32, how, [(0, 8)], data)
-    assert tensor_module._restore(*good).shape == (4, 4)
+    assert copies.restore(vt.VirtualTensor.reserve, *good).shape == (4, 4)
     for spans in ([(-8, 8)], [(60, 8)], [(1 << 40, 8)], [(0, 8), (8, 0)], [((1 << 63) - 4, 8)]):
         with pytest.raises(ValueError, match="outside"):
-            tensor_module._restore(*good[:4], spans, data)
+            copies.restore(vt.VirtualTensor.reserve, *good[:4], spans, data)
     wide = ((4, 4), (0, 0), torch.float32, how, [(0, 8)], data)  # one element, shown 16 times
     with pytest.raises(ValueError, match="outside"):
-        tensor_module._restore(*wide)
-    assert tensor_module._restore(*good[:4], [(4, 4), (0, 4), (2, 4)], torch.zeros(12, dtype=torch.uint8)).sum() == 0
+        copies.restore(vt.VirtualTensor.reserve, *wide)
+    assert (
+        copies.restore(
+            vt.VirtualTensor.reserve, *good[:4], [(4, 4), (0, 4), (2, 4)], torch.zeros(12, dtype=torch.uint8)
+        ).sum()
+        == 0
+    )
     for other in (data[:7], data.float(), data.view(2, 4)):
         with pytest.raises(ValueError, match="is not what"):
-            tensor_module._restore(*good[:5], other)
+            copies.restore(vt.VirtualTensor.reserve, *good[:5], other)
 
 
 def test_a_file_is_read_by_another_process(tmp_path: Path) -> None:

@@ -208,7 +208,7 @@ def test_running_statistics_are_written_unsaid(device: str, way: str) -> None:
 
 def test_a_limit_of_zeros(pool: vt.PagePool, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr("vtensor.region.READ_LIMIT_BYTES", 4 * pool.page_group_bytes)
-    monkeypatch.setattr("vtensor.tensor.READ_LIMIT_BYTES", 4 * pool.page_group_bytes)
+    monkeypatch.setattr("vtensor.watched.READ_LIMIT_BYTES", 4 * pool.page_group_bytes)
     x = rows(pool)
     with pytest.raises(vt.UnmappedAccessError, match=r"would read .* of zeros.* Read a part of it"):
         x.sum()

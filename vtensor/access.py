@@ -1,0 +1,151 @@
+"""Access: running an operator, once the memory that it writes to or reads is there."""
+
+from __future__ import annotations
+
+import functools
+import os
+from collections.abc import Callable, Iterator
+from typing import Any, cast
+
+import torch
+
+from vtensor.effects import out_names, written_arguments
+from vtensor.errors import VTensorError
+from vtensor.indexing import indexed_ranges, is_indexed
+from vtensor.region import Region
+from vtensor.streams import is_capturing
+from vtensor.watched import Select, Watched
+
+__all__ = ["access", "map_tensors", "moves_nothing", "zero"]
+
+_MOST_BLOCKS = 1024  # beyond that, to write zeros piece by piece takes longer than it saves
+
+
+def access(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+    """Run an operator that reads or writes its arguments: what it writes to is committed, what it reads can be read."""
+    positions, names = written_arguments(func)
+    select: Select = functools.partial(indexed_ranges, func, args, kwargs) if is_indexed(func, args) else None
+    reads: list[tuple[Watched, Select]] = []
+    for index, argument in enumerate(args):
+        if isinstance(argument, Watched):
+            if index in positions:
+                argument._begin_writing(func, select if index == 0 else None)
+            else:
+                reads.append((argument, select if index == 0 else None))
+        elif isinstance(argument, list | tuple):
+            for tensor in _virtual_tensors(argument):
+                if index in positions:
+                    tensor._begin_writing(func)
+                else:
+                    reads.append((tensor, None))
+    for name, argument in kwargs.items():
+        for tensor in _virtual_tensors((argument,)):
+            if name in names:
+                tensor._begin_writing(func)
+            else:
+                reads.append((tensor, None))
+    num_held = 0
+    try:
+        for tensor, part in reads:  # after what is written was committed, which takes zeros that are shown away
+            num_held += tensor._begin_reading(func, part)
+        if kwargs and any(True for _ in _virtual_tensors(kwargs.get(name) for name in out_names(func))):
+            return _write_out(func, args, kwargs)
+        with torch._C._DisableTorchDispatch():
+            return func(*args, **kwargs)
+    finally:
+        for _ in range(num_held):
+            Region.end_reading()
+
+
+def zero(tensor: torch.Tensor) -> bool:
+    """Write zeros where a view has memory: the rest reads as zeros. False where to do it as usual is better."""
+    if not isinstance(tensor, Watched) or tensor._memory("zero_") is None or tensor._on_touch == "raise":
+        return False
+    region = cast(Region, tensor._region)
+    if os.getpid() != region.process_id:
+        region.space.check_open()
+    if tensor._seen_epoch == region.decommit_epoch or region.space.is_full or is_capturing(region.device):
+        return False  # a graph's replays would not know what has memory by then
+    if not region.space.count_missing(tensor._footprint()):
+        return False
+    if any(stride == 0 and size > 1 for stride, size in zip(tensor.stride(), tensor.shape, strict=True)):
+        return False  # torch refuses it
+    return tensor._zero_held(_MOST_BLOCKS)
+
+
+def moves_nothing(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> bool:
+    """Whether a resize is to the shape that is there."""
+    if func is torch.ops.aten.resize_.default:
+        shape = tuple(args[1])
+    elif func is torch.ops.aten.resize_as_.default:
+        shape = tuple(args[1].shape)
+    else:
+        return False
+    memory_format = kwargs.get("memory_format", args[2] if len(args) > 2 else None)
+    return tuple(args[0].shape) == shape and memory_format in (None, torch.preserve_format)
+
+
+def _all_tensors(arguments: Any) -> Iterator[torch.Tensor]:
+    for argument in arguments:
+        if isinstance(argument, torch.Tensor):
+            yield argument
+        elif isinstance(argument, list | tuple):
+            yield from _all_tensors(argument)
+
+
+def _virtual_tensors(arguments: Any) -> Iterator[Watched]:
+    return (tensor for tensor in _all_tensors(arguments) if isinstance(tensor, Watched))
+
+
+def map_tensors(function: Callable[[torch.Tensor], torch.Tensor], result: Any) -> Any:
+    """A result of an operator with each tensor in it replaced."""
+    if isinstance(result, torch.Tensor):
+        return function(result)
+    if isinstance(result, list | tuple):
+        return type(result)(map_tensors(function, item) for item in result)
+    return result
+
+
+def _write_out(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+    """Call an operator with ``out=``, which torch resizes where it does not fit: here, into what has no memory."""
+    names = [name for name in out_names(func) if name in kwargs]
+    others = (*args, *(value for name, value in kwargs.items() if name not in names))
+    inputs = {id(tensor._region) for tensor in _virtual_tensors(others)}
+    with torch._C._DisableTorchDispatch():
+        stand_ins = {name: map_tensors(lambda out: _out_buffer(out, inputs), kwargs[name]) for name in names}
+        try:
+            func(*args, **{**kwargs, **stand_ins})
+        except RuntimeError as error:
+            if "not resizable" not in str(error):
+                raise
+            raise VTensorError(f"{func}: an out= does not fit the result; a virtual tensor is never resized") from error
+        written = _all_tensors(stand_ins[name] for name in names)
+        for target, source in zip(_all_tensors(kwargs[name] for name in names), written, strict=True):
+            if target.shape != source.shape:
+                raise VTensorError(
+                    f"{func}: out= has shape {tuple(target.shape)}, the result has shape {tuple(source.shape)}; "
+                    "a virtual tensor is never resized"
+                )
+            if target.numel() and target.data_ptr() != source.data_ptr():
+                target.copy_(source)
+    return kwargs[names[0]] if len(names) == 1 else tuple(kwargs[name] for name in names)
+
+
+def _out_buffer(target: torch.Tensor, input_regions: set[int]) -> torch.Tensor:
+    """What an operator may write to instead: the same memory and no byte more, or memory of its own.
+
+    Where an input may overlap, only memory of its own will do: of a storage made for the purpose, torch cannot know.
+    """
+    if not isinstance(target, Watched):
+        return target
+    part = torch.empty(0, dtype=target.dtype, device=target.device)
+    if (
+        id(target._region) in input_regions
+        or target.numel() == 0
+        or not target.is_contiguous()
+        or target.is_conj()
+        or target.is_neg()
+    ):
+        return part
+    storage = torch._C._construct_storage_from_data_pointer(target.data_ptr(), target.device, target.nbytes)
+    return part.set_(storage, 0, target.shape, target.stride())
