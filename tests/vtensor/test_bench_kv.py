@@ -35,9 +35,11 @@ METRICS = {
     },
     "tensor": {
         **{
-            operation: {"virtual", "torch", "plain()", "virtual over torch", "plain() over torch"}
-            for operation in ("x[3:7]", "x[3:7].add_(1)", "x[3:7] = 2", "x.add_(1)", "index_put", "x[3] + 1")
+            operation + part: {"virtual", "torch", "plain()", "virtual over torch", "plain() over torch"}
+            for operation in ("x[3:7]", "x[3:7].add_(1)", "x[3:7] = 2", "x[3:7].zero_()", "index_put", "x[3] + 1")
+            for part in ("", ", of 1 TiB")
         },
+        "x.add_(1)": {"virtual", "torch", "plain()", "virtual over torch", "plain() over torch"},
         "vt.empty, 1 TiB": {"creation", "deletion"},
         "torch.empty, 4 KiB": {"creation", "deletion"},
         "first touches": {"mapped fresh", "mapped recycled", "touched again"},
