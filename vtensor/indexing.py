@@ -227,7 +227,7 @@ def _is_exact_on_gpus(func: Any, tensor: torch.Tensor, value_of: Callable[[str],
 
 
 def indexed_ranges(
-    func: Any, args: tuple[Any, ...], kwargs: dict[str, Any], page_group_bytes: int
+    func: Any, args: tuple[Any, ...], kwargs: dict[str, Any], page_group_bytes: int, has_readable_holes: bool
 ) -> npt.NDArray[np.int64] | None:
     """The page groups of the first argument that an operator reads or writes.
 
@@ -240,6 +240,8 @@ def indexed_ranges(
     args, kwargs
         Of the call.
     page_group_bytes : int
+    has_readable_holes : bool
+        Whether more may be read than there is memory for.
 
     Returns
     -------
@@ -260,7 +262,10 @@ def indexed_ranges(
     tensor = args[0]
     if value_of("reduce") == "mean":
         return None  # it divides everything
-    if tensor.device.type != "cpu" and not _is_exact_on_gpus(func, tensor, value_of):
+    if tensor.device.type == "cpu":
+        if not has_readable_holes and not tensor.is_contiguous():
+            return None  # some kernels read a contiguous copy of everything
+    elif not _is_exact_on_gpus(func, tensor, value_of):
         return None
     parts = find(tensor, *(value_of(name) for name in names))
     if parts is None:

@@ -18,8 +18,8 @@ from vtensor.region import READ_LIMIT_BYTES, Region
 __all__ = ["NotForGraphs", "OnTouch", "Select", "Watched", "offset_of"]
 
 OnTouch = Literal["commit", "raise"]
-# From the size of a page group to ranges of them, or None for all of a view.
-Select = Callable[[int], npt.NDArray[np.int64] | None] | None
+# From the size of a page group, and whether holes can be read, to ranges of page groups, or None for all of a view.
+Select = Callable[[int, bool], npt.NDArray[np.int64] | None] | None
 
 offset_of: Callable[[torch.Tensor], int] = torch.Tensor.storage_offset  # type: ignore[assignment]
 """Elements before the first one, whatever `VirtualTensor.storage_offset` tells a graph."""
@@ -140,7 +140,7 @@ class Watched(torch.Tensor):
     def _footprint(self, select: Select = None) -> npt.NDArray[np.int64]:
         region = cast(Region, self._region)
         if select is not None:
-            ranges = select(region.space.page_group_bytes)
+            ranges = select(region.space.page_group_bytes, region.space.has_readable_holes)
             if ranges is not None:
                 return ranges
         if self.is_contiguous() and (number := self.numel()):

@@ -182,6 +182,16 @@ def test_virtual_indices_are_only_read() -> None:
     assert (x.residency().sum(), index.resident_bytes) == (1, 0)
 
 
+def test_who_raises_raises_for_all_that_a_kernel_reads(device: str) -> None:
+    weight = rows_of_a_page_group(device, on_touch="raise").flatten(1).commit(slice(2, 4))[:, :100]
+    indices = on(weight)(ints(2, 3)[None])
+    with pytest.raises(vt.UnmappedAccessError):  # the kernel makes a contiguous copy of all rows
+        torch.nn.functional.embedding_bag(indices, weight)
+    assert torch.nn.functional.embedding_bag(indices - 2, weight[2:4]).shape == (1, 100)
+    strict = rows_of_a_page_group(device, on_touch="raise").commit(slice(2, 4))
+    assert strict[on(strict)(ints(2, 3))].shape[0] == 2
+
+
 # -- sparse gradients -----------------------------------------------------------------------------------------------
 
 

@@ -16,6 +16,7 @@ import torch.utils._pytree as pytree
 
 import vtensor as vt
 from vtensor.allocator.driver import get_driver
+from vtensor.allocator.driver.host import HostDriver
 
 pytest.importorskip("expecttest", reason="torch's samples of operators need it")
 opinfo: Any = pytest.importorskip("torch.testing._internal.common_methods_invocations")
@@ -32,6 +33,7 @@ REASONS = {
     "new_empty_strided": "has no values",
     "native_group_norm": "leaves some of its results unwritten where a sample is empty",
 }
+READS_UNSEEN = {"tensor_split call"}  # an index tensor, by C++ code that no dispatcher sees (see ARCHITECTURE.md)
 CASES = {
     f"{op.name} {op.variant_test_name} {variant}".replace("  ", " "): (op, variant)
     for op in opinfo.op_db
@@ -112,8 +114,12 @@ def is_as_on_a_dense_copy(op: Any, variant: str) -> bool:
 
 @pytest.mark.filterwarnings("ignore")
 @pytest.mark.parametrize("letter", sorted({case[0].lower() for case in CASES}))
-def test_operators_do_what_they_do_on_a_dense_copy(letter: str) -> None:
+@pytest.mark.parametrize("way", ["readable holes", "aliases of zeros"])
+def test_operators_do_what_they_do_on_a_dense_copy(way: str, letter: str, monkeypatch: pytest.MonkeyPatch) -> None:
     cases = [case for case in CASES if case[0].lower() == letter]
+    if way == "aliases of zeros":  # as on a GPU: a kernel that reads what nobody knew of ends the process
+        monkeypatch.setattr(HostDriver, "has_readable_holes", False)
+        cases = [case for case in cases if case not in READS_UNSEEN]
     assert [case for case in cases if not is_as_on_a_dense_copy(*CASES[case])] == []
 
 
