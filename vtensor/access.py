@@ -7,16 +7,18 @@ import os
 from collections.abc import Callable, Iterator
 from typing import Any, cast
 
+import numpy as np
 import torch
 
 from vtensor.effects import out_names, written_arguments
 from vtensor.errors import VTensorError
+from vtensor.footprint import dense_blocks, merged
 from vtensor.indexing import indexed_ranges, is_indexed
 from vtensor.region import Region
 from vtensor.streams import is_capturing
-from vtensor.watched import Select, Watched
+from vtensor.watched import Named, Select, Watched, offset_of
 
-__all__ = ["access", "map_tensors", "moves_nothing", "zero"]
+__all__ = ["access", "copy_held", "map_tensors", "moves_nothing", "zero"]
 
 _MOST_BLOCKS = 1024  # beyond that, to write zeros piece by piece takes longer than it saves
 
@@ -71,6 +73,42 @@ def zero(tensor: torch.Tensor) -> bool:
     if any(stride == 0 and size > 1 for stride, size in zip(tensor.stride(), tensor.shape, strict=True)):
         return False  # torch refuses it
     return tensor._zero_held(_MOST_BLOCKS)
+
+
+def copy_held(target: torch.Tensor, source: Any) -> bool:
+    """Copy what has memory of one virtual tensor to another of the same layout, and have zeros where nothing has.
+
+    False, and nothing done, where to do it as usual is better.
+    """
+    if not isinstance(target, Watched) or not isinstance(source, Watched):
+        return False
+    to, of = target._memory("copy_"), source._memory("copy_")
+    if to is None or of is None or to is of or "raise" in (target._on_touch, source._on_touch):
+        return False
+    if (target.shape, target.stride(), target.dtype) != (source.shape, source.stride(), source.dtype):
+        return False
+    if any(tensor.is_conj() or tensor.is_neg() for tensor in (target, source)):
+        return False
+    for region in (to, of):
+        if os.getpid() != region.process_id:
+            region.space.check_open()
+    if of.space.is_full or is_capturing(to.device) or is_capturing(of.device):
+        return False
+    there, here = (
+        dense_blocks(offset_of(tensor), tensor.shape, tensor.stride(), tensor.element_size(), 1)
+        for tensor in (target, source)
+    )
+    if here is None or there is None or not len(here):
+        return False
+    spans = of.held_bytes(here)
+    if spans[:, 1].sum() == here[0, 1]:
+        return False  # all of it, in one operation
+    moved = spans + np.array([there[0, 0] - here[0, 0], 0])
+    to.commit(merged(moved, to.space.page_group_bytes), Named("copy_", target))
+    target._zero_held(1)
+    for (start, number), own in zip(spans.tolist(), moved[:, 0].tolist(), strict=True):
+        to.bytes_of(own, number).copy_(of.bytes_of(start, number))
+    return True
 
 
 def moves_nothing(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> bool:

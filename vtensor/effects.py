@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 from enum import Enum
 from functools import cache
 from typing import Any
@@ -29,6 +30,7 @@ class Effect(Enum):
     METADATA = "reads and writes nothing"
     ACCESS = "reads or writes its arguments"
     FILL = "writes one value to all of its first argument"
+    COPY = "writes its second argument to its first"
     REFUSED = "would move the tensor away from its addresses"
 
 
@@ -50,7 +52,7 @@ _METADATA_OPERATORS = {
     "aten::zeros_like",
 }
 _VIEW_OPERATORS = {"aten::unsafe_split", "aten::unsafe_split_with_sizes", "aten::_unsafe_view"}  # not in their schemas
-_KEEPERS = ("aten::sparse_", "aten::_sparse_")
+_KEEPERS = re.compile(r"aten::_?sparse_\w*tensor")  # these make a sparse tensor of what they are given
 _WRITTEN_UNSAID = {"running_mean", "running_var"}  # of batch norm, by operators whose schemas do not say so
 _REFUSED_OPERATORS = {"aten::resize_", "aten::resize_as_", "aten::set_", "aten::record_stream"}
 
@@ -67,6 +69,8 @@ def effect_of(func: Any) -> Effect:
         return Effect.METADATA
     if name in ("aten::zero_", "aten::fill_"):
         return Effect.FILL
+    if name == "aten::copy_":
+        return Effect.COPY
     if torch.Tag.inplace_view in func.tags:
         return Effect.RESHAPE
     if name in _VIEW_OPERATORS:
@@ -90,7 +94,7 @@ def written_arguments(func: Any) -> tuple[frozenset[int], frozenset[str]]:
     As its schema says, which torch's own operators keep to, but for running statistics, and for sparse tensors, which
     keep the memory that they are made of. Of operators from elsewhere one cannot be sure: they may write to all.
     """
-    is_torchs = func.namespace in ("aten", "prims") and not func._schema.name.startswith(_KEEPERS)
+    is_torchs = func.namespace in ("aten", "prims") and not _KEEPERS.match(func._schema.name)
     written = [
         (index, argument.name)
         for index, argument in enumerate(func._schema.arguments)

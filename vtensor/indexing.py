@@ -156,7 +156,8 @@ def _elements(tensor: torch.Tensor, index: torch.Tensor) -> _Parts | None:
 
 def _by_coordinates(tensor: torch.Tensor, other: torch.Tensor) -> _Parts | None:
     """What a sparse tensor, which is added in place, has values for."""
-    if tensor.shape != other.shape or tensor.dtype != other.dtype or not tensor.is_contiguous():
+    is_coo = other.layout is torch.sparse_coo
+    if not is_coo or tensor.shape != other.shape or tensor.dtype != other.dtype or not tensor.is_contiguous():
         return None  # torch refuses it, or works on a copy, all of which it copies back
     places = _as_numpy(other._indices())
     strides, number = tensor.stride(), len(places)
@@ -184,6 +185,7 @@ _OPERATORS: dict[str, tuple[tuple[str, ...], Callable[..., _Parts | None]]] = {
     ),
     **dict.fromkeys(("aten::take", "aten::put_"), (("index",), _elements)),
     "aten::add_": (("other",), _by_coordinates),
+    "aten::sparse_mask": (("mask",), _by_coordinates),
 }
 
 

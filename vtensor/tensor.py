@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+from collections.abc import Callable
 from types import EllipsisType
 from typing import Any, ClassVar, Protocol, cast, get_args
 
@@ -11,7 +12,7 @@ import numpy.typing as npt
 import torch
 
 from vtensor import copies
-from vtensor.access import access, map_tensors, moves_nothing, zero
+from vtensor.access import access, copy_held, map_tensors, moves_nothing, zero
 from vtensor.allocator.page_pool import PagePool
 from vtensor.devices import device_name, resolve_device
 from vtensor.eager import eager, skip_our_frames
@@ -25,6 +26,7 @@ from vtensor.watched import NotForGraphs, OnTouch, offset_of
 
 __all__ = ["VirtualTensor"]
 
+_ACCESSES = {Effect.ACCESS, Effect.FILL, Effect.COPY}
 _QUANTIZED = {torch.qint8, torch.quint8, torch.qint32, torch.quint4x2, torch.quint2x4}
 
 
@@ -151,9 +153,11 @@ class VirtualTensor(Growing):
         effect = effect_of(func)
         if effect is Effect.COMPOSITE:
             return func.decompose(*args, **kwargs)
-        if effect is Effect.ACCESS or effect is Effect.FILL:
+        if effect in _ACCESSES:
             try:
                 if effect is Effect.FILL and fills_with_zeros(args) and zero(args[0]):
+                    return args[0]
+                if effect is Effect.COPY and copy_held(args[0], args[1]):
                     return args[0]
                 return access(func, args, kwargs)
             except NotForGraphs:
@@ -365,6 +369,13 @@ class VirtualTensor(Growing):
         """Values as nested lists."""
         with self._reading("tolist"):
             return self._plain().tolist()
+
+    @eager
+    def apply_(self, callable: Callable[[Any], Any]) -> VirtualTensor:
+        """As of any tensor on the host; every element is written."""
+        self._begin_writing("apply_")
+        self._plain().apply_(callable)
+        return self
 
     @eager
     def numpy(self, *, force: bool = False) -> npt.NDArray[Any]:

@@ -15,7 +15,7 @@ from vtensor.errors import UnmappedAccessError, VTensorError
 from vtensor.footprint import covered, dense_blocks, footprint
 from vtensor.region import READ_LIMIT_BYTES, Region
 
-__all__ = ["NotForGraphs", "OnTouch", "Select", "Watched", "offset_of"]
+__all__ = ["Named", "NotForGraphs", "OnTouch", "Select", "Watched", "offset_of"]
 
 OnTouch = Literal["commit", "raise"]
 # From the size of a page group, and whether holes can be read, to ranges of page groups, or None for all of a view.
@@ -71,14 +71,14 @@ class Watched(torch.Tensor):
             if region.data_bytes > READ_LIMIT_BYTES and (
                 self.numel() * self.element_size() > READ_LIMIT_BYTES or not self.is_contiguous()
             ):
-                region.check_read(self._footprint(select), _Named(operation, self))
+                region.check_read(self._footprint(select), Named(operation, self))
             return False
         has_shown = False
         epoch = region.decommit_epoch
         if self._seen_epoch != epoch and region.space.is_full:
             self._seen_epoch = epoch
         if self._seen_epoch != epoch:
-            has_shown = region.begin_reading(self._footprint(select), _Named(operation, self))
+            has_shown = region.begin_reading(self._footprint(select), Named(operation, self))
             if not has_shown and select is None:
                 self._seen_epoch = epoch
         region.use()
@@ -111,7 +111,7 @@ class Watched(torch.Tensor):
             if missing:
                 if self._on_touch == "raise":
                     raise self._unmapped(operation, ranges, missing)
-                region.commit(ranges, _Named(operation, self))
+                region.commit(ranges, Named(operation, self))
             if select is None:
                 self._seen_epoch = epoch
         region.use()  # after the check: whoever committed what is there now has noted when it is zeroed
@@ -132,7 +132,7 @@ class Watched(torch.Tensor):
         size = region.space.page_group_bytes
         address = region.space.base + first * size
         return UnmappedAccessError(
-            f"{_Named(operation, self)} touches {missing} page groups without "
+            f"{Named(operation, self)} touches {missing} page groups without "
             f"memory, the first at bytes {first * size:,}..{(first + 1) * size:,} ({address:#x}) of its reservation; "
             "commit them first (.commit(), or step() of a cache), or use on_touch='commit'"
         )
@@ -181,7 +181,7 @@ class Watched(torch.Tensor):
             return self.as_subclass(torch.Tensor) if self.requires_grad else self.detach()
 
 
-class _Named:
+class Named:
     """What was to be done, for an error."""
 
     __slots__ = ("operation", "tensor")

@@ -128,6 +128,63 @@ def test_a_file_may_be_looked_at_without_its_data(device: str) -> None:
     assert y["g"].shape == (2, 4)
 
 
+def test_a_state_dict_is_loaded_as_it_was_saved(device: str) -> None:
+    def table() -> torch.nn.Embedding:
+        return torch.nn.Embedding(1 << 30, 64, _weight=vt.zeros(1 << 30, 64, device=device))
+
+    saved_from, loaded = table(), table()
+    with torch.no_grad():
+        saved_from.weight[[5, 1 << 29]] = 3
+        loaded.weight[[5, 77_777_777]] = 9  # the second of which is to be zero
+    state = torch.load(saved(saved_from.state_dict()))
+    loaded.load_state_dict(state)
+    assert loaded.weight[[5, 1 << 29, 77_777_777], 0].tolist() == [3, 3, 0]
+    assert loaded.weight.resident_bytes == 3 * page(device)
+    assert isinstance(loaded.weight, torch.nn.Parameter)
+
+
+def test_copies_between_virtual_tensors(device: str) -> None:
+    size = page(device)
+    x, y = (vt.empty(8, size, dtype=torch.uint8, device=device) for _ in range(2))
+    x[3], y[5, 7:] = 1, 2
+    for target, source, there in (
+        (y[2:6], x[1:5], [4, 5]),  # row 3 of x comes to row 4, and what was in 5 is gone
+        (y.view(-1)[size // 2 : 3 * size], x.view(-1)[3 * size + 5 : 5 * size + size // 2 + 5], [0, 1, 4, 5]),
+        (y.t(), x.t(), [0, 1, 3, 4, 5]),
+        (y, torch.ones_like(x), list(range(8))),
+    ):
+        before, version = target.clone(), target._version
+        assert not torch.equal(before, source.clone())
+        assert target.copy_(source) is target
+        assert target._version > version
+        assert torch.equal(target.clone(), source.clone())
+        assert y.residency().nonzero()[0].tolist() == there
+    x.copy_(y)
+    assert x.residency().all()
+    z = vt.empty(8, size, dtype=torch.uint8, device=device, on_touch="raise")
+    with pytest.raises(vt.UnmappedAccessError):
+        z.copy_(vt.empty_like(x))
+    with pytest.raises(RuntimeError):
+        y.copy_(vt.empty(7, 2, device=device))
+
+
+def test_a_copy_that_is_short_of_memory_changes_nothing(device: str) -> None:
+    size = page(device)
+    pool = vt.PagePool(device, capacity_bytes=2 * size, page_group_bytes=size, max_size_class_bytes=size)
+    x = vt.empty(8, size, dtype=torch.uint8, device=device)
+    y = vt.empty(8, size, dtype=torch.uint8, device=device, pool=pool)
+    x[2:6], y[0] = 1, 5
+    with pytest.raises(vt.OutOfPagesError, match=r"copy_ on a virtual tensor .* needs 3 more"):
+        y.copy_(x)
+    assert (y[0] == 5).all()
+    assert y.resident_bytes == size
+    del y
+    gc.collect()
+    if device != "cpu":
+        torch.cuda.synchronize()
+    pool.close()
+
+
 def test_views_are_copied_as_plain_tensors(device: str) -> None:
     x = vt.empty(64, page(device), dtype=torch.uint8, device=device)
     x[3] = 1

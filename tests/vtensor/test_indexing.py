@@ -246,6 +246,40 @@ def test_a_sparse_gradient_trains_the_rows_it_names(device: str) -> None:
     assert weight.residency().nonzero()[0].tolist() == [3, 7]
 
 
+@pytest.mark.parametrize("optimizer", [torch.optim.SparseAdam, torch.optim.Adagrad, torch.optim.SGD])
+def test_optimizers_of_sparse_gradients_keep_to_the_rows(optimizer: Any, device: str) -> None:
+    def train(weight: torch.Tensor) -> Any:
+        made = optimizer([weight], lr=0.5)
+        for rows in ((3, 7, 3), (7, 9)):
+            made.zero_grad()
+            torch.nn.functional.embedding(on(weight)(ints(*rows)), weight, sparse=True).square().sum().backward()
+            made.step()
+        return weight, made.state[weight]
+
+    with vt.virtual(min_bytes=1 << 19):
+        weight = rows_of_a_page_group(device).flatten(1)
+        weight[[3, 7, 9]] = 1
+        dense, _ = train(weight.clone().requires_grad_())
+        virtual, state = train(weight.requires_grad_())
+    torch.testing.assert_close(virtual.detach().clone(), dense.detach())
+    assert virtual.residency().nonzero()[0].tolist() == [3, 7, 9]
+    for value in state.values():
+        if isinstance(value, vt.VirtualTensor):
+            assert value.residency().nonzero()[0].tolist() == [3, 7, 9]
+
+
+def test_what_reads_beside_sparse_tensors_commits_nothing(device: str) -> None:
+    x, mask = rows_of_a_page_group(device), sparse_rows(device, 3, 9)
+    assert x.sparse_mask(mask.coalesce()).to_dense().sum().item() == 0
+    flat = x.flatten(1)
+    assert not torch.sparse.mm(torch.eye(NUM_ROWS, device=device).to_sparse(), flat).any()
+    assert x.resident_bytes == 0
+    strict = rows_of_a_page_group(device, on_touch="raise").commit(slice(3, 4))
+    assert strict.sparse_mask(sparse_rows(device, 3).coalesce())._nnz() == 1
+    with pytest.raises(vt.UnmappedAccessError):
+        strict.sparse_mask(mask.coalesce())
+
+
 # -- indices that are not read --------------------------------------------------------------------------------------
 
 
