@@ -623,9 +623,12 @@ def out_of_pages(space: AddressSpace, what: object, shortage: Shortage) -> OutOf
     """The public error for a shortage that no caller can answer."""
     pool = space.pool
     stats = pool.stats()
-    limit = "as much as the device has" if pool.capacity_bytes is None else format_bytes(pool.capacity_bytes)
+    missing = format_bytes(shortage.page_groups * pool.page_group_bytes)
+    limit, way_out = "as much as the device has", "free something"
+    if pool.capacity_bytes is not None:
+        limit, way_out = format_bytes(pool.capacity_bytes), "free something, or give the pool more capacity_bytes"
     return OutOfPagesError(
-        f"{what} needs {shortage.page_groups} more page groups of {format_bytes(pool.page_group_bytes)} on "
+        f"{what} needs {shortage.page_groups} more page groups of {format_bytes(pool.page_group_bytes)} ({missing}) on "
         f"{pool.driver.device} than can be had: {stats.mapped_page_groups} are mapped, {stats.free_page_groups} free, "
-        f"the pool may hold {limit}. Nothing was changed; free something, or give the pool more capacity_bytes"
+        f"the pool may hold {limit}. Nothing was changed; {way_out}"
     )

@@ -28,10 +28,7 @@ _SHORTAGES = {
     Call.RESERVE: "the process has no free range of addresses of this size (see ulimit -v and vm.overcommit_memory)",
     Call.CREATE: "this machine has no such amount of memory available",
 }
-_TOO_MANY_MAPPINGS = (
-    "the process holds too many mappings; use larger page groups, or raise vm.max_map_count (sysctl), "
-    "which here is {limit}"
-)
+_TOO_MANY_MAPPINGS = "the process holds as many mappings as vm.max_map_count allows, {limit}: raise it (sysctl), or use larger page groups"
 
 
 def _read_int(path: str) -> int | None:
