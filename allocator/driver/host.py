@@ -28,7 +28,10 @@ _SHORTAGES = {
     Call.RESERVE: "the process has no free range of addresses of this size (see ulimit -v and vm.overcommit_memory)",
     Call.CREATE: "this machine has no such amount of memory available",
 }
-_TOO_MANY_MAPPINGS = "the process holds as many mappings as vm.max_map_count allows, {limit}: raise it (sysctl), or use larger page groups"
+_TOO_MANY_MAPPINGS = (
+    "the process holds as many mappings as vm.max_map_count allows, {limit}; raise it (sysctl), or use larger "
+    "page groups"
+)
 
 
 def _read_int(path: str) -> int | None:
