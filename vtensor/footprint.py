@@ -77,7 +77,8 @@ def footprint_at(
     if 0 in shape or not len(offsets):
         return np.empty((0, 2), np.int64)
     starts, block_bytes = _blocks(offset, shape, strides, element_bytes, page_group_bytes)
-    offsets = np.unique(offsets)
+    if len(offsets) > 1:
+        offsets = np.unique(offsets)
     if len(offsets) * len(starts) > most_blocks:
         return None
     starts = (offsets[:, None] * element_bytes + starts).ravel()
@@ -201,7 +202,15 @@ def _blocks(
 
 def _runs(first: npt.NDArray[np.int64], end: npt.NDArray[np.int64]) -> npt.NDArray[np.int64]:
     """Ranges from `first` to `end` as rows of (first, number), ascending; those that overlap or touch made one."""
+    runs = np.empty((len(first), 2), np.int64)
+    if len(first) == 1:
+        runs[0] = first[0], end[0] - first[0]
+        return runs
     order = np.argsort(first, kind="stable")
     first, end = first[order], np.maximum.accumulate(end[order])
-    is_new = np.append(True, first[1:] > end[:-1])
-    return np.stack([first[is_new], end[np.append(is_new[1:], True)] - first[is_new]], axis=1)
+    starts = np.flatnonzero(first[1:] > end[:-1]) + 1
+    runs = runs[: len(starts) + 1]
+    runs[0, 0], runs[1:, 0] = first[0], first[starts]
+    runs[:-1, 1], runs[-1, 1] = end[starts - 1], end[-1]
+    runs[:, 1] -= runs[:, 0]
+    return runs

@@ -125,19 +125,25 @@ def _by_indices(tensor: torch.Tensor, indices: Sequence[torch.Tensor | None]) ->
         return None
     given = [(dim, value) for dim, value in enumerate(values) if value is not None]
     try:
-        arrays = np.broadcast_arrays(*(value for _, value in given))
+        arrays = [given[0][1]] if len(given) == 1 else np.broadcast_arrays(*(value for _, value in given))
     except ValueError:
         return np.empty(0, np.int64), (), ()  # torch refuses it
-    offsets, is_good = np.zeros(arrays[0].shape, np.int64), np.ones(arrays[0].shape, bool)
-    for (dim, _), array in zip(given, arrays, strict=True):
-        size = tensor.shape[dim]
-        is_good &= (array >= -size) & (array < size)
-        offsets = offsets + np.where(array < 0, array + size, array) * tensor.stride(dim)
-    if not is_good.all() and tensor.device.type != "cpu":
-        raise IndexError(f"an index is out of bounds for shape {tuple(tensor.shape)}")
-    rest = [dim for dim, value in enumerate(values) if value is None]
     shape, strides = tuple(tensor.shape), tensor.stride()
-    return offsets[is_good], tuple(shape[dim] for dim in rest), tuple(strides[dim] for dim in rest)
+    offsets: Any = 0
+    is_good = None
+    for (dim, _), array in zip(given, arrays, strict=True):
+        size = shape[dim]
+        if array.size and (array.min() < 0 or array.max() >= size):
+            is_within = (array >= -size) & (array < size)
+            is_good = is_within if is_good is None else is_good & is_within
+            array = np.where(array < 0, array + size, array)
+        offsets = offsets + array * strides[dim]
+    if is_good is not None:
+        if not is_good.all() and tensor.device.type != "cpu":
+            raise IndexError(f"an index is out of bounds for shape {shape}")
+        offsets = offsets[is_good]
+    rest = [dim for dim, value in enumerate(values) if value is None]
+    return offsets.ravel(), tuple(shape[dim] for dim in rest), tuple(strides[dim] for dim in rest)
 
 
 def _rows(tensor: torch.Tensor, index: torch.Tensor) -> _Parts | None:
