@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import copy
+import pickle
 import sys
 from collections.abc import Callable, Iterable
 from types import FrameType
@@ -18,7 +19,7 @@ from vtensor.pools import default_pool
 from vtensor.region import Region
 from vtensor.watched import OnTouch, Watched, offset_of
 
-__all__ = ["Reserve", "deep_copy", "reduce", "restore"]
+__all__ = ["Reserve", "by_value", "deep_copy", "reduce", "restore"]
 
 Int64 = npt.NDArray[np.int64]
 
@@ -106,6 +107,11 @@ def restore(
     if is_parameter:
         return torch.nn.Parameter(tensor, requires_grad)
     return tensor.requires_grad_(requires_grad)
+
+
+def by_value(tensor: Watched) -> Any:
+    """What to send to another process: bytes. Torch would send a handle, of a copy that is gone by then."""
+    return pickle.loads, (pickle.dumps(tensor),)
 
 
 def _is_whole(tensor: Watched) -> bool:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import os
 from collections.abc import Callable
+from multiprocessing.reduction import ForkingPickler
 from types import EllipsisType
 from typing import Any, ClassVar, Protocol, cast, get_args
 
@@ -436,6 +437,7 @@ def _restore(*saved: Any) -> torch.Tensor:
 
 
 torch.serialization.add_safe_globals([_restore])  # it checks what it is given
+ForkingPickler.register(VirtualTensor, copies.by_value)
 
 
 def _basic_index(rows: Any, shape: torch.Size) -> Any:

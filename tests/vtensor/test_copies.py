@@ -315,6 +315,42 @@ def test_the_old_format_holds_all_of_a_tensor(device: str) -> None:
         saved(vt.empty(1 << 45, device="cpu"), _use_new_zipfile_serialization=False)
 
 
+def _describe(arguments: list[Any], results: Any) -> None:
+    results.put([(type(tensor).__name__, float(tensor.detach().sum())) for tensor in arguments])
+
+
+def test_other_processes_get_copies() -> None:
+    processes = torch.multiprocessing.get_context("spawn")
+    x = vt.empty(0, 64, max_rows=1 << 24, device="cpu").append_(torch.ones(3, 64))
+    y = vt.empty(1 << 30, dtype=torch.uint8, device="cpu")
+    y[7] = 3
+    results = processes.Queue()
+    child = processes.Process(target=_describe, args=([x, x[1:], torch.nn.Parameter(y[5:9].float()), y], results))
+    child.start()
+    try:
+        found = results.get(timeout=60)
+    finally:
+        child.kill()
+        child.join()
+    assert found == [("VirtualTensor", 192), ("Tensor", 128), ("Parameter", 3), ("VirtualTensor", 3)]
+
+
+def test_a_loader_with_workers() -> None:
+    x = vt.empty(0, 64, max_rows=1 << 24, device="cpu").append_(torch.arange(64.0)[:, None].expand(-1, 64))
+    y = vt.empty(0, max_rows=1 << 24, device="cpu").append_(torch.arange(64.0))
+    loader = torch.utils.data.DataLoader(
+        torch.utils.data.TensorDataset(x, y),
+        batch_size=16,
+        shuffle=True,
+        num_workers=2,
+        multiprocessing_context="spawn",
+        timeout=60,
+    )
+    seen = [(rows[:, 5].clone(), labels.clone()) for rows, labels in loader]
+    assert all(torch.equal(rows, labels) for rows, labels in seen)
+    assert torch.cat([labels for _, labels in seen]).sort().values.tolist() == list(range(64))
+
+
 @pytest.mark.gpu
 def test_a_file_is_read_on_another_device() -> None:
     x = vt.empty(1 << 30, device="cuda")
