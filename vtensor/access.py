@@ -13,7 +13,7 @@ import torch
 from vtensor.effects import out_names, written_arguments
 from vtensor.errors import VTensorError
 from vtensor.footprint import dense_blocks, merged
-from vtensor.indexing import indexed_ranges, is_indexed
+from vtensor.indexing import indexed_ranges, is_indexed, is_sparse_addition
 from vtensor.region import Region
 from vtensor.streams import is_capturing
 from vtensor.watched import Named, Select, Watched, offset_of
@@ -28,35 +28,47 @@ def access(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
     positions, names = written_arguments(func)
     select: Select = functools.partial(indexed_ranges, func, args, kwargs) if is_indexed(func, args) else None
     reads: list[tuple[Watched, Select]] = []
+    writes: list[tuple[Watched, Select]] = []
     for index, argument in enumerate(args):
         if isinstance(argument, Watched):
-            if index in positions:
-                argument._begin_writing(func, select if index == 0 else None)
-            else:
-                reads.append((argument, select if index == 0 else None))
+            (writes if index in positions else reads).append((argument, select if index == 0 else None))
         elif isinstance(argument, list | tuple):
             for tensor in _virtual_tensors(argument):
-                if index in positions:
-                    tensor._begin_writing(func)
-                else:
-                    reads.append((tensor, None))
+                (writes if index in positions else reads).append((tensor, None))
     for name, argument in kwargs.items():
         for tensor in _virtual_tensors((argument,)):
-            if name in names:
-                tensor._begin_writing(func)
-            else:
-                reads.append((tensor, None))
+            (writes if name in names else reads).append((tensor, None))
+    if writes:
+        for tensor, part in reads:
+            if tensor._on_touch == "raise":
+                tensor._begin_reading(func, part)  # before anything is committed
+    for tensor, part in writes:
+        tensor._begin_writing(func, part)
     num_held = 0
     try:
         for tensor, part in reads:  # after what is written was committed, which takes zeros that are shown away
             num_held += tensor._begin_reading(func, part)
         if kwargs and any(True for _ in _virtual_tensors(kwargs.get(name) for name in out_names(func))):
             return _write_out(func, args, kwargs)
+        if is_sparse_addition(func, args) and isinstance(args[0], Watched) and offset_of(args[0]):
+            return _add_sparse(func, args, kwargs)
         with torch._C._DisableTorchDispatch():
             return func(*args, **kwargs)
     finally:
         for _ in range(num_held):
             Region.end_reading()
+
+
+def _add_sparse(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+    """Add a sparse tensor to a view that does not begin its storage: torch 2.13 counts where it begins twice."""
+    target = args[0]
+    with torch._C._DisableTorchDispatch():
+        part = _out_buffer(target, set())
+        if part.shape == target.shape:
+            func(part, *args[1:], **kwargs)
+        else:
+            target.copy_(func(target.clone(), *args[1:], **kwargs))
+    return target
 
 
 def zero(tensor: torch.Tensor) -> bool:
@@ -83,10 +95,17 @@ def copy_held(target: torch.Tensor, source: Any) -> bool:
     if not isinstance(target, Watched) or not isinstance(source, Watched):
         return False
     to, of = target._memory("copy_"), source._memory("copy_")
-    if to is None or of is None or to is of or "raise" in (target._on_touch, source._on_touch):
+    if to is None or of is None or "raise" in (target._on_touch, source._on_touch):
         return False
     if (target.shape, target.stride(), target.dtype) != (source.shape, source.stride(), source.dtype):
         return False
+    if any(stride == 0 and size > 1 for stride, size in zip(target.stride(), target.shape, strict=True)):
+        return False  # torch refuses it
+    if to is of:
+        return offset_of(target) == offset_of(source) and (target.is_conj(), target.is_neg()) == (
+            source.is_conj(),
+            source.is_neg(),
+        )
     if any(tensor.is_conj() or tensor.is_neg() for tensor in (target, source)):
         return False
     for region in (to, of):

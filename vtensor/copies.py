@@ -119,7 +119,9 @@ def _is_whole(tensor: Watched) -> bool:
     region = tensor._memory("a copy")
     if tensor.is_conj() or tensor.is_neg():
         return False
-    if region is None or tensor._max_rows is not None:
+    if region is None:
+        return tensor.numel() == 0  # otherwise it has moved to plain memory (`x.data = ...`, `module.half()`)
+    if tensor._max_rows is not None:
         return True
     blocks = dense_blocks(offset_of(tensor), tensor.shape, tensor.stride(), tensor.element_size(), 1)
     is_all = blocks is not None and blocks.tolist() == [[0, region.data_bytes]]

@@ -99,6 +99,7 @@ class Growing(Watched):
             # All that lies behind: what an append_ that failed had committed goes as well.
             self._region.give_back(self._rows(num_rows, max_rows)._covered(), "resize_rows_")
             self._rows(num_rows, len(self))._zero_held(1)
+            self._note_loss()
         self._set_rows(num_rows)
         return self
 

@@ -14,7 +14,7 @@ import torch
 
 from vtensor.footprint import footprint_at
 
-__all__ = ["indexed_ranges", "is_indexed", "unread_indices"]
+__all__ = ["indexed_ranges", "is_indexed", "is_sparse_addition", "unread_indices"]
 
 Int64 = npt.NDArray[np.int64]
 # Where the parts begin that are accessed, in elements, and the shape and strides of each.
@@ -200,10 +200,15 @@ def _positions(func: Any) -> dict[str, int]:
     return {argument.name: position for position, argument in enumerate(func._schema.arguments)}
 
 
+def is_sparse_addition(func: Any, args: tuple[Any, ...]) -> bool:
+    """Whether an operator adds a sparse tensor to a strided one in place."""
+    return func is _ADD and len(args) > 1 and isinstance(args[1], torch.Tensor) and args[1].layout is torch.sparse_coo
+
+
 def is_indexed(func: Any, args: tuple[Any, ...]) -> bool:
     """Whether an operator accesses its first argument where index tensors say, and nowhere else; and may read them."""
     if func is _ADD:
-        if not (len(args) > 1 and isinstance(args[1], torch.Tensor) and args[1].layout is torch.sparse_coo):
+        if not is_sparse_addition(func, args):
             return False
     elif not _has_indices(func):
         return False
@@ -280,5 +285,11 @@ def indexed_ranges(
         return None
     offsets, shape, strides = parts
     return footprint_at(
-        int(tensor.storage_offset()), offsets, shape, strides, tensor.element_size(), page_group_bytes, _MOST_BLOCKS
+        int(torch.Tensor.storage_offset(tensor)),
+        offsets,
+        shape,
+        strides,
+        tensor.element_size(),
+        page_group_bytes,
+        _MOST_BLOCKS,
     )

@@ -200,6 +200,8 @@ class VirtualTensor(Growing):
         skip_our_frames()
         if self._stand_in is not None:
             return ["_key"], self._stand_in.context
+        if self.is_conj() or self.is_neg():
+            raise NotForGraphs("a conjugate of a virtual tensor cannot come into a graph: give it a copy (.clone())")
         begins = offset_of(self) == 0
         return ["_key"], (self.dtype, self.device, self._on_touch, begins, self.is_conj(), self.is_neg())
 
@@ -298,6 +300,8 @@ class VirtualTensor(Growing):
         if region.owner:
             raise VTensorError(f"this memory belongs to a {region.owner}; free_reqid gives it back")
         given_back = region.give_back(part._covered(), f"decommit of shape {tuple(part.shape)}")
+        if given_back:
+            self._note_loss()
         return given_back * region.space.page_group_bytes
 
     def _part(self, rows: int | slice | tuple[Any, ...] | None) -> VirtualTensor:

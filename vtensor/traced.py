@@ -13,6 +13,7 @@ import torch
 from torch.utils import _pytree as pytree
 
 from vtensor.effects import Effect, effect_of, is_written
+from vtensor.errors import ClosedError
 from vtensor.region import Region
 from vtensor.tensor import VirtualTensor
 from vtensor.watched import NotForGraphs, OnTouch
@@ -122,11 +123,22 @@ def _tensor_of(
 ) -> VirtualTensor:
     """The view that a key names, so many bytes on."""
     dtype, device, on_touch, _, is_conj, is_neg = context
-    number, start, _ = key.tolist()
-    if number == 0:
+    number, start, itself = key.tolist()
+    named, offset = _named.get(itself), (start + byte_offset) // dtype.itemsize
+    region = Region.numbered(number) if number else None
+    if region is None and 0 in size:
         return VirtualTensor.wrap(torch.empty_strided(size, stride, dtype=dtype, device=device), None, on_touch)
-    region = Region.numbered(number)
-    plain = region.view_again(dtype, (start + byte_offset) // dtype.itemsize, tuple(size), tuple(stride))
+    if named is not None and named.dtype == dtype and not named.is_inference():
+        with torch._C._DisableTorchDispatch():  # shares what counts its versions
+            plain = torch.Tensor.detach(named).as_strided(size, stride, offset)
+    elif region is not None:
+        plain = region.view_again(dtype, offset, tuple(size), tuple(stride))
+    elif named is not None:  # it has moved to plain memory
+        with torch._C._DisableTorchDispatch():
+            plain = torch.empty(0, dtype=dtype, device=device)
+            plain.set_(torch.Tensor.untyped_storage(named), offset, tuple(size), tuple(stride))
+    else:
+        raise ClosedError("this memory was closed")
     plain = torch._conj(plain) if is_conj else plain
     return VirtualTensor.wrap(torch._neg_view(plain) if is_neg else plain, region, on_touch)
 
@@ -386,9 +398,12 @@ def _run(
     args, kwargs = _decode(text, virtual, views, tensors, numbers)
     place = json.loads(text)[2]
     known = [] if after is None else after.tolist()
-    num_writes = known + [-1] * (place["num_rows"] - len(known))
-    for row, region in zip(place["rows"], regions, strict=True):
-        if place["is_backward"] and region is not None and num_writes[row] not in (-1, region.num_writes):
+    seen = known + [[-1, -1]] * (place["num_rows"] - len(known))
+    for key, row, region in zip(keys, place["rows"], regions, strict=True):
+        now = _num_writes(key, region)
+        if place["is_backward"] and any(
+            -1 not in pair and pair[0] != pair[1] for pair in zip(seen[row], now, strict=True)
+        ):
             raise RuntimeError(
                 f"{func}: a virtual tensor needed for gradient computation was written to between forward and "
                 "backward; let the forward use a copy (.clone())"
@@ -399,8 +414,15 @@ def _run(
     for key, row, region, number in zip(keys, place["rows"], regions, before, strict=True):
         if region is not None and region.num_writes != number:
             _note_write(key)
-        num_writes[row] = -1 if region is None else region.num_writes
-    return [torch.tensor(num_writes, dtype=torch.int64, device="cpu"), *fresh]
+        seen[row] = _num_writes(key, region)
+    return [torch.tensor(seen, dtype=torch.int64, device="cpu").view(-1, 2), *fresh]
+
+
+def _num_writes(key: torch.Tensor, region: Region | None) -> list[int]:
+    """How often memory, and the tensor that a key names, were written to; -1 where that is not known."""
+    tensor = _named.get(int(key[2]))
+    is_known = tensor is not None and not tensor.is_inference()
+    return [-1 if region is None else region.num_writes, cast(VirtualTensor, tensor)._version if is_known else -1]
 
 
 def _note_write(key: torch.Tensor) -> None:
@@ -425,7 +447,7 @@ def _run_fake(
     func = _operator(name)
     args, kwargs = _decode(text, virtual, views, tensors, numbers)
     fresh = _fresh(func, func(*args, **kwargs))
-    return [torch.empty(json.loads(text)[2]["num_rows"], dtype=torch.int64, device="cpu"), *fresh]
+    return [torch.empty(json.loads(text)[2]["num_rows"], 2, dtype=torch.int64, device="cpu"), *fresh]
 
 
 def _dtype(name: str) -> torch.dtype:

@@ -122,6 +122,13 @@ class Watched(torch.Tensor):
         if self._region is not None:
             self._region.num_writes += 1
 
+    def _note_loss(self) -> None:
+        """Let autograd know that what this view showed is gone, and may have been saved for a backward."""
+        if self._region is not None:
+            self._region.num_writes += 1
+        if not self.is_inference():
+            torch.autograd.graph.increment_version(self)
+
     def _unmapped(self, operation: Any, ranges: npt.NDArray[np.int64], missing: int) -> UnmappedAccessError:
         region = cast(Region, self._region)
         first = next(

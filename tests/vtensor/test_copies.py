@@ -161,6 +161,16 @@ def test_copies_between_virtual_tensors(device: str) -> None:
         assert y.residency().nonzero()[0].tolist() == there
     x.copy_(y)
     assert x.residency().all()
+    w = vt.empty(8, size, dtype=torch.uint8, device=device)
+    w[3] = 1
+    w.copy_(w)
+    assert w.resident_bytes == size
+    with pytest.raises(RuntimeError, match="single memory location"):
+        w[:1].expand(3, -1).copy_(vt.empty(1, size, dtype=torch.uint8, device=device).expand(3, -1))
+    before = w.resident_bytes
+    with pytest.raises(vt.UnmappedAccessError):
+        w.copy_(vt.empty(8, size, dtype=torch.uint8, device=device, on_touch="raise"))
+    assert w.resident_bytes == before
     z = vt.empty(8, size, dtype=torch.uint8, device=device, on_touch="raise")
     with pytest.raises(vt.UnmappedAccessError):
         z.copy_(vt.empty_like(x))

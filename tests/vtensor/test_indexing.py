@@ -217,6 +217,17 @@ def test_a_sparse_tensor_is_added_to_what_it_has_values_for(dense_dims: int, dev
     assert x.residency().sum() == 2
 
 
+@pytest.mark.parametrize("dense_dims", [2, 0])
+def test_a_sparse_tensor_is_added_to_a_view(dense_dims: int, device: str) -> None:
+    x = rows_of_a_page_group(device)
+    sparse = sparse_rows(device, 1, 3, 1, dense_dims=dense_dims)
+    shorter = sparse.coalesce().narrow_copy(0, 0, NUM_ROWS - 2)
+    x[2:].add_(shorter)
+    assert torch.equal(x[2:].clone(), shorter.to_dense())
+    assert not x[:2].any()
+    assert x.residency().nonzero()[0].tolist() == [3, 5]
+
+
 def test_other_additions_are_as_ever(device: str) -> None:
     x = rows_of_a_page_group(device)
     x[2:4].add_(1)
