@@ -202,8 +202,7 @@ class VirtualTensor(Growing):
             return ["_key"], self._stand_in.context
         if self.is_conj() or self.is_neg():
             raise NotForGraphs("a conjugate of a virtual tensor cannot come into a graph: give it a copy (.clone())")
-        begins = offset_of(self) == 0
-        return ["_key"], (self.dtype, self.device, self._on_touch, begins, self.is_conj(), self.is_neg())
+        return ["_key"], (self.dtype, self.device, self._on_touch, offset_of(self) == 0)
 
     @staticmethod
     def __tensor_unflatten__(inner: dict[str, torch.Tensor], context: Any, size: Any, stride: Any) -> VirtualTensor:

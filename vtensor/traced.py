@@ -20,9 +20,8 @@ from vtensor.watched import NotForGraphs, OnTouch
 
 __all__ = ["StandIn"]
 
-# Of a virtual tensor: dtype, device, on_touch, whether it begins where its storage does, and whether what it shows is
-# the conjugate or the negative of what its memory holds, which stand-ins do not know of themselves.
-_Context = tuple[torch.dtype, torch.device, OnTouch, bool, bool, bool]
+# dtype, device and on_touch of a virtual tensor, and whether it begins where its storage does.
+_Context = tuple[torch.dtype, torch.device, OnTouch, bool]
 
 
 class StandIn(NamedTuple):
@@ -122,7 +121,7 @@ def _tensor_of(
     byte_offset: int = 0,
 ) -> VirtualTensor:
     """The view that a key names, so many bytes on."""
-    dtype, device, on_touch, _, is_conj, is_neg = context
+    dtype, device, on_touch, _ = context
     number, start, itself = key.tolist()
     named, offset = _named.get(itself), (start + byte_offset) // dtype.itemsize
     region = Region.numbered(number) if number else None
@@ -139,8 +138,7 @@ def _tensor_of(
             plain.set_(torch.Tensor.untyped_storage(named), offset, tuple(size), tuple(stride))
     else:
         raise ClosedError("this memory was closed")
-    plain = torch._conj(plain) if is_conj else plain
-    return VirtualTensor.wrap(torch._neg_view(plain) if is_neg else plain, region, on_touch)
+    return VirtualTensor.wrap(plain, region, on_touch)
 
 
 def _moved(key: torch.Tensor, byte_offset: int) -> torch.Tensor:
@@ -161,22 +159,16 @@ def _view(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
                 f"{func} with an offset is not for graphs, where the tensor given does not begin its storage"
             )
         start = first = 0
-    dtype, device, on_touch, begins, is_conj, is_neg = parent_context
     with torch.utils._python_dispatch._disable_current_modes():
-        meta = torch.empty_strided(parent.shape, parent.stride(), dtype=dtype, device="meta")
-        meta = torch._conj(meta) if is_conj else meta
-        meta = torch._neg_view(meta) if is_neg else meta
-        try:
-            views = func(meta, *args[1:], **kwargs)
-        except RuntimeError as error:
-            if not is_conj and not is_neg:
-                raise
-            raise NotForGraphs(f"{func} of a conjugate is not for graphs ({error}); use a copy (.clone())") from error
+        meta = torch.empty_strided(parent.shape, parent.stride(), dtype=parent.dtype, device="meta")
+        views = func(meta, *args[1:], **kwargs)
 
     def stand_in(view: torch.Tensor) -> VirtualTensor:
+        if view.is_conj() or view.is_neg():
+            raise NotForGraphs(f"{func}: conjugates of virtual tensors are not for graphs: use a copy, .clone().conj()")
         delta = view.storage_offset() * view.element_size()
         offset = (first + delta) // view.element_size()
-        context = (view.dtype, device, on_touch, begins, view.is_conj(), view.is_neg())
+        context = (view.dtype, *parent_context[1:])
         return _stand_in(parent_key, start + delta, view.shape, view.stride(), context, offset)
 
     return pytree.tree_map(stand_in, views)
@@ -289,7 +281,7 @@ def _encode(
     """The arguments of `run` for a call of an operator."""
     keys: list[torch.Tensor] = []
     views: list[int | torch.SymInt] = []  # of each: dimensions, shape, strides, offset in bytes
-    metadata: list[list[Any]] = []
+    metadata: list[list[str]] = []
     tensors: list[torch.Tensor] = []
     numbers: list[Any] = []
 
@@ -297,10 +289,10 @@ def _encode(
         if isinstance(leaf, VirtualTensor):
             if leaf._stand_in is None:
                 raise NotForGraphs(f"{func}: a virtual tensor that is no argument of the graph")
-            key, byte_offset, (dtype, device, on_touch, _, is_conj, is_neg) = leaf._stand_in
+            key, byte_offset, (dtype, device, on_touch, _) = leaf._stand_in
             keys.append(key)
             views.extend((leaf.dim(), *leaf.shape, *leaf.stride(), byte_offset))
-            metadata.append([str(dtype), str(device), on_touch, is_conj, is_neg])
+            metadata.append([str(dtype), str(device), on_touch])
             return {"virtual": len(keys) - 1}
         if isinstance(leaf, torch.Tensor):
             tensors.append(leaf)
@@ -337,8 +329,8 @@ def _decode(
     made = []
     for number, one in enumerate(metadata):
         dims, *rest = views
-        dtype, device, on_touch, is_conj, is_neg = one
-        context = (_dtype(dtype), torch.device(device), on_touch, False, is_conj, is_neg)
+        dtype, device, on_touch = one
+        context = (_dtype(dtype), torch.device(device), on_touch, False)
         made.append(virtual(number, rest[:dims], rest[dims : 2 * dims], rest[2 * dims], context))
         views = rest[2 * dims + 1 :]
 
