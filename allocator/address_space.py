@@ -6,7 +6,7 @@ import os
 import threading
 import weakref
 from collections.abc import Callable
-from contextlib import nullcontext, suppress
+from contextlib import AbstractContextManager, nullcontext, suppress
 from functools import cached_property
 from typing import TYPE_CHECKING, Any
 
@@ -137,7 +137,7 @@ class AddressSpace(Unpicklable):
 
     @cached_property
     def _job_words(self) -> JobWords:
-        return JobWords(self.pool, self.arrays)
+        return JobWords(self.pool, self.arrays, self._words)
 
     def __repr__(self) -> str:
         return f"<AddressSpace {self.reservation!r}, {format_bytes(self.committed_bytes)} committed>"
@@ -194,20 +194,20 @@ class AddressSpace(Unpicklable):
         table = self.arrays.table[int(header[FIRST_MAPPED]) : int(header[END_MAPPED])]
         return np.asarray(np.abs(table[table != 0]) - 1, np.int32)
 
-    def mapped_runs(self, ranges: Ranges, *, in_service: bool = False) -> list[tuple[int, int]]:
+    def mapped_runs(self, ranges: Ranges) -> list[tuple[int, int]]:
         """Maximal runs of mapped places within each range: (first place, number).
 
         With `in_service` only of those that have memory of their own, in service.
         """
         table = self.arrays.table
-        return _runs(ranges, self.have_memory if in_service else lambda first, end: table[first:end] != 0)
+        return _runs(ranges, lambda first, end: table[first:end] != 0)
 
     def held_runs(self) -> Ranges:
         """Maximal runs of places that have memory of their own, in service: rows of (first place, number), ascending.
 
         Waits for a commit that another thread is at, as `count_missing`.
         """
-        with self._lock if self.pool.driver.is_own_process else nullcontext():
+        with self._reading():
             runs: Ranges = self._plan.held_runs(self.arrays)
         return runs
 
@@ -215,12 +215,19 @@ class AddressSpace(Unpicklable):
         """For each place from `first` to `end`, whether it has memory of its own, in service."""
         return np.asarray((self.arrays.table[first:end] > 0) & (self.arrays.access[first:end] != SHOWS_ZEROS))
 
+    def _reading(self) -> AbstractContextManager[object]:
+        """The time to read the table, while no other thread commits.
+
+        A forked child reads its copy, and not behind a lock that a thread of the parent may have held.
+        """
+        return self._lock if self.pool.driver.is_own_process else nullcontext()
+
     @property
     def is_full(self) -> bool:
         """Whether `count_missing` of all places would be 0."""
         if self.num_mapped != self.num_places:
             return False
-        with self._lock if self.pool.driver.is_own_process else nullcontext():
+        with self._reading():
             return self.num_mapped == self.num_places and self.num_ahead == self.num_shown == 0
 
     def count_missing(self, ranges: Ranges, *, with_shown: bool = True) -> int:
@@ -229,8 +236,7 @@ class AddressSpace(Unpicklable):
         Waits for a commit that another thread is at: a place counts as mapped once it is also zeroed, in the order of
         that commit's stream.
         """
-        # A forked child reads its copy, and not behind a lock that a thread of the parent may have held.
-        with self._lock if self.pool.driver.is_own_process else nullcontext():
+        with self._reading():
             return int(self._plan.count_missing_by_words(self._words, ranges, with_shown))
 
     def commit(

@@ -147,7 +147,7 @@ def head_of(shift: int, group: int) -> int:
 @compiled
 def num_available(pool: PoolArrays) -> int:
     """Page groups that are free, or may still be created."""
-    return pool.header[CAPACITY] - (pool.header[NUM_TOTAL] - pool.header[NUM_FREE])  # type: ignore[no-any-return]
+    return int(pool.header[CAPACITY] - (pool.header[NUM_TOTAL] - pool.header[NUM_FREE]))
 
 
 @compiled
@@ -173,7 +173,7 @@ def _pop_free(pool: PoolArrays, size_class: int) -> int:
     words = pool.classes[size_class * CLASS_WORDS : (size_class + 1) * CLASS_WORDS]
     words[NUM_FREE_HANDLES] -= 1
     pool.header[NUM_FREE] -= 1 << size_class
-    return pool.free[(size_class << pool.constants[CLASS_SHIFT]) + words[NUM_FREE_HANDLES]]  # type: ignore[no-any-return]
+    return int(pool.free[(size_class << pool.constants[CLASS_SHIFT]) + words[NUM_FREE_HANDLES]])
 
 
 @compiled
@@ -196,7 +196,7 @@ def _destroy(pool: PoolArrays, head: int) -> int:
         _forget(pool, head)
     else:
         _push_free(pool, head)
-    return code  # type: ignore[no-any-return]
+    return int(code)
 
 
 @compiled
@@ -347,7 +347,7 @@ def make(pool: PoolArrays, size_class: int, outcome: Int64) -> int:
     pool.handles[head] = handle[0]
     pool.num_mappings[head] = 1
     pool.content[head] = ZEROS if pool.constants[FRESH_IS_ZERO] else UNKNOWN_CONTENT
-    return head  # type: ignore[no-any-return]
+    return int(head)
 
 
 @compiled

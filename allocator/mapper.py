@@ -33,14 +33,12 @@ Int64 = npt.NDArray[np.int64]
 class JobWords:
     """What all jobs over one address space tell the mapper of it: where its arrays and those of its pool lie."""
 
-    def __init__(self, pool: PagePool, space: SpaceArrays) -> None:
+    def __init__(self, pool: PagePool, space: SpaceArrays, words: Int64) -> None:
         from vtensor.allocator import mapper_native as native
-        from vtensor.allocator.native import packed
 
         self.keeps_alive = pool, space
         self.words = np.zeros(native.JOB_WORDS, np.int64)
-        self.words[native.POOL : native.SPACE] = packed(pool.arrays)
-        self.words[native.SPACE :] = packed(space)
+        self.words[native.POOL :] = words  # of the pool and the space, `native.packed` one after the other
 
 
 class Job:

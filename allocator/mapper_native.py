@@ -121,9 +121,9 @@ def submit_again(queue: Int64, job: Int64, num_ranges: int) -> None:
 def is_done(queue: Int64, job: Int64) -> bool:
     """Whether a job has been carried out."""
     lock(queue.ctypes.data)
-    done = job[IS_DONE] != 0
+    done = bool(job[IS_DONE] != 0)
     unlock(queue.ctypes.data)
-    return done  # type: ignore[no-any-return]
+    return done
 
 
 @compiled

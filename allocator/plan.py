@@ -133,7 +133,7 @@ def space_at(words: Int64) -> SpaceArrays:
 def _unmap_run(pool: PoolArrays, space: SpaceArrays, first: int, count: int) -> int:
     size = pool.constants[PAGE_GROUP_BYTES]
     pool.header[NUM_CALLS + _UNMAP] += 1
-    return call(pool.entry_points[_UNMAP], (space.base + first * size, count * size))  # type: ignore[no-any-return]
+    return int(call(pool.entry_points[_UNMAP], (space.base + first * size, count * size)))
 
 
 @compiled
@@ -141,9 +141,8 @@ def _open_run(pool: PoolArrays, space: SpaceArrays, first: int, count: int, kind
     size = pool.constants[PAGE_GROUP_BYTES]
     access = pool.constants[READ_WRITE] if kind == WRITABLE else pool.constants[READ_ONLY]
     pool.header[NUM_CALLS + _SET_ACCESS] += 1
-    return call(  # type: ignore[no-any-return]
-        pool.entry_points[_SET_ACCESS], (space.base + first * size, count * size, access, pool.constants[NUM_ACCESS])
-    )
+    arguments = space.base + first * size, count * size, access, pool.constants[NUM_ACCESS]
+    return int(call(pool.entry_points[_SET_ACCESS], arguments))
 
 
 @compiled

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import functools
-import os
 from collections.abc import Callable, Iterator
 from typing import Any, cast
 
@@ -38,16 +37,16 @@ def access(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
     for name, argument in kwargs.items():
         for tensor in _virtual_tensors((argument,)):
             (writes if name in names else reads).append((tensor, None))
-    if writes:
-        for tensor, part in reads:
-            if tensor._on_touch == "raise":
-                tensor._begin_reading(func, part)  # before anything is committed
+    for tensor, part in reads:
+        if tensor._on_touch == "raise":
+            tensor._begin_reading(func, part)  # before anything is committed
     for tensor, part in writes:
         tensor._begin_writing(func, part)
     num_held = 0
     try:
         for tensor, part in reads:  # after what is written was committed, which takes zeros that are shown away
-            num_held += tensor._begin_reading(func, part)
+            if tensor._on_touch != "raise":
+                num_held += tensor._begin_reading(func, part)
         if kwargs and any(True for _ in _virtual_tensors(kwargs.get(name) for name in out_names(func))):
             return _write_out(func, args, kwargs)
         if is_sparse_addition(func, args) and isinstance(args[0], Watched) and offset_of(args[0]):
@@ -76,13 +75,12 @@ def zero(tensor: torch.Tensor) -> bool:
     if not isinstance(tensor, Watched) or tensor._memory("zero_") is None or tensor._on_touch == "raise":
         return False
     region = cast(Region, tensor._region)
-    if os.getpid() != region.process_id:
-        region.space.check_open()
-    if tensor._seen_epoch == region.decommit_epoch or region.space.is_full or is_capturing(region.device):
+    region.check_process()
+    if tensor._is_seen(region) or is_capturing(region.device):
         return False  # a graph's replays would not know what has memory by then
     if not region.space.count_missing(tensor._footprint()):
         return False
-    if any(stride == 0 and size > 1 for stride, size in zip(tensor.stride(), tensor.shape, strict=True)):
+    if _is_expanded(tensor):
         return False  # torch refuses it
     return tensor._zero_held(_MOST_BLOCKS)
 
@@ -99,7 +97,7 @@ def copy_held(target: torch.Tensor, source: Any) -> bool:
         return False
     if (target.shape, target.stride(), target.dtype) != (source.shape, source.stride(), source.dtype):
         return False
-    if any(stride == 0 and size > 1 for stride, size in zip(target.stride(), target.shape, strict=True)):
+    if _is_expanded(target):
         return False  # torch refuses it
     if to is of:
         return offset_of(target) == offset_of(source) and (target.is_conj(), target.is_neg()) == (
@@ -109,8 +107,7 @@ def copy_held(target: torch.Tensor, source: Any) -> bool:
     if any(tensor.is_conj() or tensor.is_neg() for tensor in (target, source)):
         return False
     for region in (to, of):
-        if os.getpid() != region.process_id:
-            region.space.check_open()
+        region.check_process()
     if of.space.is_full or is_capturing(to.device) or is_capturing(of.device):
         return False
     there, here = (
@@ -128,6 +125,10 @@ def copy_held(target: torch.Tensor, source: Any) -> bool:
     for (start, number), own in zip(spans.tolist(), moved[:, 0].tolist(), strict=True):
         to.bytes_of(own, number).copy_(of.bytes_of(start, number))
     return True
+
+
+def _is_expanded(tensor: torch.Tensor) -> bool:
+    return any(stride == 0 and size > 1 for stride, size in zip(tensor.stride(), tensor.shape, strict=True))
 
 
 def moves_nothing(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> bool:

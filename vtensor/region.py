@@ -148,6 +148,11 @@ class Region(Unpicklable):
             raise ClosedError("this memory was closed")
         return region
 
+    def check_process(self) -> None:
+        """Raise `ForkedError` in a forked child, which has nothing at these addresses."""
+        if os.getpid() != self.process_id:
+            self.space.check_open()
+
     @property
     def is_viewed(self) -> bool:
         """Whether a tensor, plain or virtual, still uses the storage."""

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 import itertools
 import json
 import weakref
@@ -313,24 +314,40 @@ def _encode(
     tree = [pytree.tree_map(encode, list(args)), pytree.tree_map(encode, kwargs)]
     rows = [calls.row(key) for key in keys]
     is_backward = torch._C._current_autograd_node() is not None
-    text = json.dumps([tree, metadata, {"rows": rows, "num_rows": calls.num_rows, "is_backward": is_backward}])
+    text = json.dumps([tree, metadata, rows, calls.num_rows, is_backward])
     return func.name(), text, keys, views, tensors, numbers
 
 
+class _Call(NamedTuple):
+    """What a call of `run` says of itself, which is the same each time that the graph runs."""
+
+    func: Any
+    args: list[Any]
+    kwargs: dict[str, Any]
+    contexts: list[_Context]  # of the virtual tensors
+    rows: list[int]  # of them in a token
+    num_rows: int
+    is_backward: bool
+
+
+@functools.lru_cache(maxsize=4096)
+def _parsed(name: str, text: str) -> _Call:
+    (args, kwargs), metadata, rows, num_rows, is_backward = json.loads(text)
+    contexts = [(_dtype(dtype), torch.device(device), on_touch, False) for dtype, device, on_touch in metadata]
+    return _Call(_operator(name), args, kwargs, contexts, rows, num_rows, is_backward)
+
+
 def _decode(
-    text: str,
+    call: _Call,
     virtual: Callable[[int, Sequence[int], Sequence[int], int, _Context], torch.Tensor],
     views: Sequence[int],
     tensors: Sequence[torch.Tensor],
     numbers: Sequence[Any],
 ) -> tuple[list[Any], dict[str, Any]]:
     """Arguments of an operator from those of `run`."""
-    tree, metadata, _ = json.loads(text)
     made = []
-    for number, one in enumerate(metadata):
+    for number, context in enumerate(call.contexts):
         dims, *rest = views
-        dtype, device, on_touch = one
-        context = (_dtype(dtype), torch.device(device), on_touch, False)
         made.append(virtual(number, rest[:dims], rest[dims : 2 * dims], rest[2 * dims], context))
         views = rest[2 * dims + 1 :]
 
@@ -353,8 +370,7 @@ def _decode(
                 return torch.device(one)
         return getattr(torch, one)
 
-    args, kwargs = tree
-    return decode(args), {name: decode(value) for name, value in kwargs.items()}
+    return decode(call.args), {name: decode(value) for name, value in call.kwargs.items()}
 
 
 def _operator(name: str) -> Any:
@@ -386,24 +402,21 @@ def _run(
         regions.append(tensor._region)
         return tensor
 
-    func = _operator(name)
-    args, kwargs = _decode(text, virtual, views, tensors, numbers)
-    place = json.loads(text)[2]
+    call = _parsed(name, text)
+    args, kwargs = _decode(call, virtual, views, tensors, numbers)
     known = [] if after is None else after.tolist()
-    seen = known + [[-1, -1]] * (place["num_rows"] - len(known))
-    for key, row, region in zip(keys, place["rows"], regions, strict=True):
-        now = _num_writes(key, region)
-        if place["is_backward"] and any(
-            -1 not in pair and pair[0] != pair[1] for pair in zip(seen[row], now, strict=True)
-        ):
+    seen = known + [[-1, -1]] * (call.num_rows - len(known))
+    for key, row, region in zip(keys, call.rows, regions, strict=True) if call.is_backward else ():
+        pairs = zip(seen[row], _num_writes(key, region), strict=True)
+        if any(-1 not in pair and pair[0] != pair[1] for pair in pairs):
             raise RuntimeError(
-                f"{func}: a virtual tensor needed for gradient computation was written to between forward and "
+                f"{call.func}: a virtual tensor needed for gradient computation was written to between forward and "
                 "backward; let the forward use a copy (.clone())"
             )
     before = [0 if region is None else region.num_writes for region in regions]
     with torch.no_grad():
-        fresh = _fresh(func, func(*args, **kwargs))
-    for key, row, region, number in zip(keys, place["rows"], regions, before, strict=True):
+        fresh = _fresh(call.func, call.func(*args, **kwargs))
+    for key, row, region, number in zip(keys, call.rows, regions, before, strict=True):
         if region is not None and region.num_writes != number:
             _note_write(key)
         seen[row] = _num_writes(key, region)
@@ -436,10 +449,10 @@ def _run_fake(
     def virtual(number: int, size: Any, stride: Any, byte_offset: int, context: _Context) -> torch.Tensor:
         return torch.empty_strided(size, stride, dtype=context[0], device=context[1])
 
-    func = _operator(name)
-    args, kwargs = _decode(text, virtual, views, tensors, numbers)
-    fresh = _fresh(func, func(*args, **kwargs))
-    return [torch.empty(json.loads(text)[2]["num_rows"], 2, dtype=torch.int64, device="cpu"), *fresh]
+    call = _parsed(name, text)
+    args, kwargs = _decode(call, virtual, views, tensors, numbers)
+    fresh = _fresh(call.func, call.func(*args, **kwargs))
+    return [torch.empty(call.num_rows, 2, dtype=torch.int64, device="cpu"), *fresh]
 
 
 def _dtype(name: str) -> torch.dtype:

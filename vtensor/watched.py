@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import os
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from typing import Any, Literal, cast
@@ -53,6 +52,13 @@ class Watched(torch.Tensor):
             raise NotForGraphs(f"{operation} of a virtual tensor is not for graphs: it needs the tensor's own memory")
         return self._region
 
+    def _is_seen(self, region: Region) -> bool:
+        """Whether all of this view was seen to have memory since anything was taken away, or that is plain to see."""
+        epoch = region.decommit_epoch
+        if self._seen_epoch != epoch and region.space.is_full:
+            self._seen_epoch = epoch
+        return self._seen_epoch == epoch
+
     def _begin_reading(self, operation: Any, select: Select = None) -> bool:
         """Make sure that this view can be read; whether that holds until `Region.end_reading` only.
 
@@ -65,8 +71,7 @@ class Watched(torch.Tensor):
         if self._on_touch == "raise":
             self._touch(operation, select)
             return False
-        if os.getpid() != region.process_id:
-            region.space.check_open()
+        region.check_process()
         if region.space.has_readable_holes:
             if region.data_bytes > READ_LIMIT_BYTES and (
                 self.numel() * self.element_size() > READ_LIMIT_BYTES or not self.is_contiguous()
@@ -75,9 +80,7 @@ class Watched(torch.Tensor):
             return False
         has_shown = False
         epoch = region.decommit_epoch
-        if self._seen_epoch != epoch and region.space.is_full:
-            self._seen_epoch = epoch
-        if self._seen_epoch != epoch:
+        if not self._is_seen(region):
             has_shown = region.begin_reading(self._footprint(select), Named(operation, self))
             if not has_shown and select is None:
                 self._seen_epoch = epoch
@@ -100,12 +103,9 @@ class Watched(torch.Tensor):
         if region is None:
             self._memory(operation)
             return
-        if os.getpid() != region.process_id:
-            region.space.check_open()  # raises: a forked child has nothing at these addresses
+        region.check_process()
         epoch = region.decommit_epoch
-        if self._seen_epoch != epoch and region.space.is_full:
-            self._seen_epoch = epoch
-        if self._seen_epoch != epoch:
+        if not self._is_seen(region):
             ranges = self._footprint(select)
             missing = region.space.count_missing(ranges)
             if missing:

@@ -568,7 +568,7 @@ def test_zeros_are_shown_where_nothing_is(make_space: MakeSpace, pool: PagePool)
     assert [place_value(space, place) for place in range(16)] == [9 if place in (4, 5) else 0 for place in range(16)]
     assert space.count_missing(ranges((0, 16))) == 14
     assert space.count_missing(ranges((0, 16)), with_shown=False) == 0
-    assert space.mapped_runs(ranges((0, 16)), in_service=True) == [(4, 2)]
+    assert space.held_runs().tolist() == [[4, 2]]
     assert space.shown_ranges(ranges((3, 4))).tolist() == [[3, 1], [6, 1]]
     pool.check_integrity()
     with pytest.raises(ValueError, match="shows zeros"):
