@@ -13,7 +13,7 @@ import numpy as np
 import numpy.typing as npt
 import torch
 
-from vtensor.allocator import words
+from vtensor.allocator import graveyard, words
 from vtensor.allocator.driver import Call, Driver, get_driver
 from vtensor.devices import device_name, resolve_device
 from vtensor.errors import ClosedError, VTensorError
@@ -301,7 +301,7 @@ class PagePool(Unpicklable):
                 raise VTensorError(f"page pool of {self.driver.device}: " + "; ".join(problems))
 
     def close(self) -> None:
-        """Give every page group back. A second call does nothing.
+        """Give every page group back, once the device has finished with what died. A second call does nothing.
 
         Raises
         ------
@@ -310,9 +310,21 @@ class PagePool(Unpicklable):
         """
         if not self.closed:
             self.driver.check_process()
+        mapped = self._shut()
+        if mapped:
+            graveyard.drain()  # not under the lock, which those that it releases take
+            mapped = self._shut()
+        if mapped:
+            raise VTensorError(
+                f"page pool of {self.driver.device} still has {mapped} mapped page groups; "
+                "close the caches and drop the tensors that use it first"
+            )
+
+    def _shut(self) -> int:
+        """Close, unless page groups are mapped: how many."""
         with self._lock:
             if self.closed:
-                return
+                return 0
             self.check_open()
             for space in list(self._spaces):
                 space.settle()
@@ -321,15 +333,13 @@ class PagePool(Unpicklable):
             with interrupts_held():
                 mapped = int(self._native.shut(self.arrays))  # a commit of another thread comes before it, or fails
                 if mapped:
-                    raise VTensorError(
-                        f"page pool of {self.driver.device} still has {mapped} mapped page groups; "
-                        "close the caches and drop the tensors that use it first"
-                    )
+                    return mapped
                 self.closed = True
                 outcome = _release_free(self._native, self.arrays)
                 if outcome[words.CODE]:
                     self.closed, header[words.CAPACITY] = False, capacity
             self.driver.check(Call.RELEASE, int(outcome[words.CODE]), "free page groups")
+            return 0
 
 
 def _release_free(native: Any, arrays: PoolArrays, *, with_zeros: bool = True) -> npt.NDArray[np.int64]:

@@ -60,27 +60,42 @@ def _as_numpy(index: torch.Tensor) -> npt.NDArray[Any]:
     return (index if type(index) is torch.Tensor else index.clone()).numpy()  # a virtual one is only read
 
 
-def _in_range(index: npt.NDArray[Any], dim: int, size: int, is_on_host: bool) -> Int64:
-    """Indices from 0 on. Those out of range are left out on the host, where torch finds them before it gets there."""
-    values = index.astype(np.int64).ravel()
-    values = np.where(values < 0, values + size, values)
-    bad = (values < 0) | (values >= size)
-    if bad.any():
-        if not is_on_host:  # the kernel would find it as well, and take the process's context with it
-            raise IndexError(f"index {int(index.ravel()[bad.argmax()])} is out of bounds for dimension {dim} of {size}")
-        values = values[~bad]
-    return values
+def _offsets(
+    values: npt.NDArray[Any], dim: int, size: int, stride: int, tensor: torch.Tensor, *, wraps: bool
+) -> tuple[Int64, npt.NDArray[np.bool_] | None]:
+    """Offsets of indices along a dimension, and which of them are in range, where any is not.
+
+    On the host torch finds the others before it gets there. `wraps`: whether negative ones count from the end.
+
+    Raises
+    ------
+    IndexError
+        One is out of range, of a tensor on a GPU, whose kernel would find it as well, and end the process's context.
+    """
+    values = values.astype(np.int64)
+    is_good = (values >= (-size if wraps else 0)) & (values < size)
+    if not is_good.all() and tensor.device.type != "cpu":
+        bad = int(values.ravel()[(~is_good).argmax()])
+        raise IndexError(f"index {bad} is out of bounds for dimension {dim} of {size}")
+    if wraps:
+        values = np.where(values < 0, values + size, values)
+    return values * stride, None if is_good.all() else is_good
 
 
-def _along(tensor: torch.Tensor, dim: Any, index: torch.Tensor) -> _Parts | None:
+def _along(tensor: torch.Tensor, dim: Any, index: torch.Tensor, *, wraps: bool = False) -> _Parts | None:
     """Slices along a dimension."""
     if not isinstance(dim, int) or tensor.dim() == 0 or not -tensor.dim() <= dim < tensor.dim():
         return None
     dim %= tensor.dim()
-    values = _in_range(_as_numpy(index), dim, tensor.shape[dim], tensor.device.type == "cpu")
     shape, strides = tuple(tensor.shape), tensor.stride()
+    offsets, is_good = _offsets(_as_numpy(index).ravel(), dim, shape[dim], strides[dim], tensor, wraps=wraps)
     rest = [other for other in range(tensor.dim()) if other != dim]
-    return values * strides[dim], tuple(shape[other] for other in rest), tuple(strides[other] for other in rest)
+    offsets = offsets if is_good is None else offsets[is_good]
+    return offsets, tuple(shape[other] for other in rest), tuple(strides[other] for other in rest)
+
+
+def _along_from_both_ends(tensor: torch.Tensor, dim: Any, index: torch.Tensor) -> _Parts | None:
+    return _along(tensor, dim, index, wraps=True)
 
 
 def _along_elements(tensor: torch.Tensor, dim: Any, index: torch.Tensor) -> _Parts | None:
@@ -92,18 +107,13 @@ def _along_elements(tensor: torch.Tensor, dim: Any, index: torch.Tensor) -> _Par
     dim %= tensor.dim()
     if any(index.shape[other] > tensor.shape[other] for other in range(tensor.dim()) if other != dim):
         return np.empty(0, np.int64), (), ()  # torch refuses it
-    values = _as_numpy(index).astype(np.int64)
-    size, strides = tensor.shape[dim], tensor.stride()
-    is_good = (values >= -size) & (values < size)
-    if not is_good.all() and tensor.device.type != "cpu":
-        bad = int(values.ravel()[(~is_good).argmax()])
-        raise IndexError(f"index {bad} is out of bounds for dimension {dim} of {size}")
-    offsets = np.where(values < 0, values + size, values) * strides[dim]
+    strides = tensor.stride()
+    offsets, is_good = _offsets(_as_numpy(index), dim, tensor.shape[dim], strides[dim], tensor, wraps=False)
     for other in range(tensor.dim()):
         if other != dim:
             steps = np.arange(index.shape[other], dtype=np.int64) * strides[other]
             offsets = offsets + steps.reshape([-1 if axis == other else 1 for axis in range(tensor.dim())])
-    return offsets[is_good], (), ()
+    return (offsets.ravel() if is_good is None else offsets[is_good]), (), ()
 
 
 def _by_indices(tensor: torch.Tensor, indices: Sequence[torch.Tensor | None]) -> _Parts | None:
@@ -132,15 +142,11 @@ def _by_indices(tensor: torch.Tensor, indices: Sequence[torch.Tensor | None]) ->
     offsets: Any = 0
     is_good = None
     for (dim, _), array in zip(given, arrays, strict=True):
-        size = shape[dim]
-        if array.size and (array.min() < 0 or array.max() >= size):
-            is_within = (array >= -size) & (array < size)
+        along, is_within = _offsets(array, dim, shape[dim], strides[dim], tensor, wraps=True)
+        offsets = offsets + along
+        if is_within is not None:
             is_good = is_within if is_good is None else is_good & is_within
-            array = np.where(array < 0, array + size, array)
-        offsets = offsets + array * strides[dim]
     if is_good is not None:
-        if not is_good.all() and tensor.device.type != "cpu":
-            raise IndexError(f"an index is out of bounds for shape {shape}")
         offsets = offsets[is_good]
     rest = [dim for dim, value in enumerate(values) if value is None]
     return offsets.ravel(), tuple(shape[dim] for dim in rest), tuple(strides[dim] for dim in rest)
@@ -152,7 +158,8 @@ def _rows(tensor: torch.Tensor, index: torch.Tensor) -> _Parts | None:
 
 def _elements(tensor: torch.Tensor, index: torch.Tensor) -> _Parts | None:
     """Elements by their number in order of rows."""
-    values = _in_range(_as_numpy(index), 0, tensor.numel(), tensor.device.type == "cpu")
+    values, is_good = _offsets(_as_numpy(index).ravel(), 0, tensor.numel(), 1, tensor, wraps=True)
+    values = values if is_good is None else values[is_good]
     places = np.unravel_index(values, tuple(tensor.shape)) if tensor.dim() else ()
     offsets = np.zeros(len(values), np.int64)
     for place, stride in zip(places, tensor.stride(), strict=True):
@@ -167,6 +174,12 @@ def _by_coordinates(tensor: torch.Tensor, other: torch.Tensor) -> _Parts | None:
         return None  # torch refuses it, or works on a copy, all of which it copies back
     places = _as_numpy(other._indices())
     strides, number = tensor.stride(), len(places)
+    sizes = np.array(tensor.shape[:number], np.int64).reshape(number, 1)
+    is_bad = (places < 0) | (places >= sizes)
+    if is_bad.any():  # no kernel looks, on no device
+        raise IndexError(
+            f"a sparse tensor of shape {tuple(other.shape)} has values at {places[:, is_bad.any(axis=0)][:, 0]}"
+        )
     offsets = (places * np.array(strides[:number], np.int64).reshape(number, 1)).sum(axis=0)
     return offsets, tuple(tensor.shape[number:]), strides[number:]
 
@@ -178,9 +191,10 @@ _OPERATORS: dict[str, tuple[tuple[str, ...], Callable[..., _Parts | None]]] = {
     **dict.fromkeys(("aten::index", "aten::_unsafe_index"), (("indices",), _by_indices)),
     **dict.fromkeys(("aten::index_put_", "aten::_index_put_impl_"), (("indices",), _by_indices)),
     **dict.fromkeys(
-        ("aten::index_select", "aten::index_copy_", "aten::index_add_", "aten::index_fill_", "aten::index_reduce_"),
+        ("aten::index_select", "aten::index_copy_", "aten::index_add_", "aten::index_reduce_"),
         (("dim", "index"), _along),
     ),
+    "aten::index_fill_": (("dim", "index"), _along_from_both_ends),
     **dict.fromkeys(
         ("aten::gather", "aten::scatter_", "aten::scatter_add_", "aten::scatter_reduce_"),
         (("dim", "index"), _along_elements),
@@ -223,20 +237,16 @@ def _has_indices(func: Any) -> bool:
 def _is_exact_on_gpus(func: Any, tensor: torch.Tensor, value_of: Callable[[str], Any]) -> bool:
     """Whether a GPU's kernels touch nothing but what the indices name.
 
-    Some work on a contiguous copy, all of which they copy back; one mask is a `masked_fill_`, which stores everywhere.
+    Those that sort the indices, to add in a fixed order, work on a contiguous copy, all of which they copy back where
+    the tensor is not; and one mask is a `masked_fill_`, which stores everywhere. The others go by the strides.
     """
-    if not tensor.is_contiguous():
+    name = func._schema.name
+    if not func._schema.is_mutable:
+        return tensor.is_contiguous() or "embedding_bag" not in name
+    if value_of("accumulate") or torch.are_deterministic_algorithms_enabled():
         return False
-    by_sorting = bool(value_of("accumulate")) or torch.are_deterministic_algorithms_enabled()
-    if func._schema.name not in ("aten::index_put_", "aten::_index_put_impl_"):
-        return not (func._schema.is_mutable and by_sorting)
-    indices = value_of("indices")
-    return not (
-        by_sorting
-        or not indices
-        or indices[0] is None
-        or any(index is not None and index.dtype in (torch.bool, torch.uint8) for index in indices)
-    )
+    indices = value_of("indices") if "index_put" in name else ()
+    return not any(index is not None and index.dtype in (torch.bool, torch.uint8) for index in indices or ())
 
 
 def indexed_ranges(

@@ -238,7 +238,7 @@ def test_many_scattered_page_groups_are_committed_at_once(device: str, driver: D
 
 
 def test_a_layer_of_a_cache_is_copied_as_a_plain_tensor(device: str) -> None:
-    config = vt.KVCacheConfig(num_layers=1, num_kv_heads=1, head_dim=64, max_batch_size=1, max_context_tokens=4096)
+    config = vt.KVCacheConfig(num_layers=1, num_kv_heads=1, head_dim=64, max_batch_size=1, max_context_tokens=1 << 18)
     with vt.KVCacheManager(config, device=device, capacity_bytes=64 << 20) as cache:
         cache.alloc_reqid()
         assert cache.step([16])

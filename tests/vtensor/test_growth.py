@@ -216,7 +216,7 @@ def test_memory_comes_with_rows_and_goes_with_them(device: str, driver: Driver) 
     assert (g[:, 5].cpu() == torch.arange(1, 12)).all()
     assert view[:, 0].tolist() == [11, 0]
     g.resize_rows_(0)
-    assert pool.stats().free_page_groups == 40
+    assert pool.stats().free_page_groups == 40 - (device != "cpu")  # of which one has become the zeros that were read
     del g, view
     close(pool)
 

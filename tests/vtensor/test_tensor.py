@@ -604,9 +604,36 @@ def test_a_shortage_waits_for_dying_memory(device: str) -> None:
     pool = small_pool(device, 2)
     dying, x = (vt.empty(2, page(device) // 4, device=device, pool=pool) for _ in range(2))
     space = dying.commit()._region.space  # type: ignore[union-attr]
+    if device != "cpu":
+        torch.cuda.synchronize()  # of the zeroing: an event that only says that it waits is no event
     graveyard.bury([_Waiting()], lambda: space.decommit(np.array([[0, 2]], np.int64), forget_content=False))
     x.commit()
     assert (x.resident_bytes, dying.resident_bytes) == (2 * page(device), 0)
+
+
+def test_a_pool_that_is_closed_waits_for_dying_memory(device: str) -> None:
+    pool = small_pool(device, 2)
+    dying = vt.empty(2, page(device) // 4, device=device, pool=pool).commit()
+    space = dying._region.space  # type: ignore[union-attr]
+    if device != "cpu":
+        torch.cuda.synchronize()
+    graveyard.bury([_Waiting()], space.close)
+    pool.close()
+    assert pool.closed
+
+
+@pytest.mark.gpu
+def test_a_pool_may_be_closed_under_a_running_kernel() -> None:
+    pool = small_pool("cuda:0", 2)
+    x = vt.empty(2, page("cuda:0") // 4, device="cuda:0", pool=pool)
+    torch.cuda._sleep(200_000_000)
+    x.fill_(1)
+    with pytest.raises(vt.VTensorError, match="still has 2 mapped"):
+        pool.close()
+    del x
+    gc.collect()
+    pool.close()
+    torch.cuda.synchronize()
 
 
 def test_recycled_memory_reads_as_zero(device: str) -> None:

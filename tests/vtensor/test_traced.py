@@ -448,9 +448,9 @@ def test_cuda_graphs_leave_virtual_tensors_alone() -> None:
         return x[3:5].sum() + y.sin().sum()
 
     run = torch.compile(write, fullgraph=True, mode="reduce-overhead")
-    y = torch.zeros(page("cuda") // 4, device="cuda")
+    y = torch.zeros(page("cuda:0") // 4, device="cuda")
     for number in range(6):
-        x = rows("cuda", 8)
+        x = rows("cuda:0", 8)
         assert run(x, y + number).item() == pytest.approx(write(torch.zeros_like(x), y + number).item(), rel=1e-4)
         assert x.residency().nonzero()[0].tolist() == [3]
 
