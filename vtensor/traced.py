@@ -5,6 +5,7 @@ from __future__ import annotations
 import functools
 import itertools
 import json
+import sys
 import weakref
 from collections.abc import Callable, Sequence
 from typing import Any, NamedTuple, cast
@@ -200,6 +201,7 @@ def _put(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
             lambda leaf: _copied(leaf) if isinstance(leaf, VirtualTensor) else leaf, (args, kwargs)
         )
         return func(*args, **kwargs)
+    _keep_from_cuda_graphs()
     calls = _calls_so_far()
     calls.token, *fresh = torch.ops.vtensor.run(*_encode(func, args, kwargs, calls), calls.token)
     by_alias = {
@@ -484,6 +486,14 @@ def _keep_calls() -> str:
     except Exception as error:  # it is not public, and who makes no graph need not know
         return f"torch {torch.__version__} has no ordered effects as this version of vtensor knows them ({error!r})"
     return ""
+
+
+def _keep_from_cuda_graphs() -> None:
+    """Have Inductor leave calls out of its CUDA graphs: what they are wrapped in for their effects hides their tag."""
+    inductor: Any = sys.modules.get("torch._inductor.utils")  # not there: no CUDA graphs
+    left_out = getattr(inductor, "FORBIDDEN_CUDAGRAPH_OPS", None)
+    if left_out is not None and "with_effects" not in left_out:
+        inductor.FORBIDDEN_CUDAGRAPH_OPS = left_out | {"with_effects"}
 
 
 _why_no_graphs = _keep_calls()

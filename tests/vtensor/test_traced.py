@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import copy
 import gc
+import importlib
 import pickle
 from collections.abc import Callable, Iterator
 from typing import Any
@@ -439,6 +440,15 @@ def test_plain_code_after_virtual_code(device: str) -> None:
         assert type(result) is type(tensor)
         assert result.data_ptr() == tensor.data_ptr()
         assert (result == 2).all()
+
+
+def test_inductor_leaves_calls_out_of_cuda_graphs() -> None:
+    inductor: Any = importlib.import_module("torch._inductor.utils")
+    compiled(lambda x: x[3].add_(1).sum(), backend="inductor")(rows("cpu"))
+    graph = torch.fx.Graph()
+    call = graph.call_function(torch.ops.higher_order.with_effects, (None, torch.ops.vtensor.run.default))
+    assert inductor.is_cudagraph_unsafe_fx_node(call)
+    assert not inductor.is_cudagraph_unsafe_fx_node(graph.call_function(torch.ops.aten.add.Tensor, (1, 2)))
 
 
 @pytest.mark.gpu
