@@ -90,8 +90,8 @@ class Region(Unpicklable):
         self.content = pool.new_content()
         self.decommit_epoch = 0
         self.num_writes = 0  # operations that wrote to it, of those that said so
-        # By stream that may still be zeroing what it committed: the event after it.
-        self._zeroing: dict[int, DeviceEvent] = {}
+        # By stream that may still be zeroing what it committed: the event after it, or None where nobody wanted one yet.
+        self._zeroing: dict[int, DeviceEvent | None] = {}
         self._zeroing_lock = threading.Lock()
         # In the mapper's stream, after all that was asked for ahead until then: how often that was, and the event.
         self._mapper_mark: tuple[int, DeviceEvent] | None = None
@@ -206,10 +206,11 @@ class Region(Unpicklable):
         if self.space.has_readable_holes:
             return self._insist(lambda: self.try_commit(ranges)[0], what)
         with _shown_lock:
-            shown = self.space.shown_ranges(ranges)
-            if len(shown):
-                self.streams.finish()
-                self.decommit(shown, forget_content=False)
+            if self.space.num_shown:
+                shown = self.space.shown_ranges(ranges)
+                if len(shown):
+                    self.streams.finish()
+                    self.decommit(shown, forget_content=False)
             return self._insist(lambda: self.try_commit(ranges)[0], what)
 
     def _insist(self, attempt: Callable[[], int], what: object) -> int:
@@ -313,10 +314,10 @@ class Region(Unpicklable):
         return True
 
     def _note_zeroing(self, stream: int) -> None:
+        """Note that the current stream zeroes something. As long as it alone is used, nobody needs an event."""
         if self.device.type == "cuda":
-            event = DeviceEvent(torch.cuda.current_stream(self.device))
             with self._zeroing_lock:
-                self._zeroing[stream] = event
+                self._zeroing[stream] = self.streams.event(stream) if self.streams.are_several else None
 
     def use(self) -> None:
         """Note the current stream as a user, and let it wait until other streams have zeroed what they committed.
@@ -324,12 +325,20 @@ class Region(Unpicklable):
         Neighbours in a page group need not know of each other: whose stream commits it must not zero it afterwards. A
         capture waits for nothing, since torch starts it on an idle device.
         """
-        current = self.streams.current()
-        if self._zeroing and not is_capturing(self.device):
-            with self._zeroing_lock:
-                self._zeroing = {stream: event for stream, event in self._zeroing.items() if not event.query()}
-                pending = [event for stream, event in self._zeroing.items() if stream != current]
-            self.streams.wait(pending)
+        current, zeroing = self.streams.current(), self._zeroing
+        if not zeroing or (len(zeroing) == 1 and current in zeroing) or is_capturing(self.device):
+            return
+        pending = []
+        with self._zeroing_lock:
+            for stream, noted in list(self._zeroing.items()):
+                event = noted or self.streams.event(stream)
+                if event is None or event.query():
+                    del self._zeroing[stream]
+                    continue
+                self._zeroing[stream] = event
+                if stream != current:
+                    pending.append(event)
+        self.streams.wait(pending)
 
     # -- the mapper, which zeroes what it maps ahead on a stream of its own --------------------------------------------
 

@@ -96,6 +96,17 @@ class StreamUse:
         handle = int(stream.cuda_stream)
         self._streams[handle if stream.device == self.device else (stream.device, handle)] = stream
 
+    @property
+    def are_several(self) -> bool:
+        """Whether more than one stream was noted."""
+        return len(self._streams) > 1
+
+    def event(self, handle: int) -> DeviceEvent | None:
+        """An event after what a noted stream was given so far; None while it is captured, which began when it was idle."""
+        stream = self._streams[handle]
+        with torch.cuda.stream(stream):
+            return None if torch.cuda.is_current_stream_capturing() else DeviceEvent(stream)
+
     def is_any_capturing(self) -> bool:
         """Whether one of the streams is being captured into a graph, which an event in it would become part of."""
         for stream in list(self._streams.values()):

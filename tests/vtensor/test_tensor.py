@@ -1439,19 +1439,22 @@ def test_zeroing_does_not_undo_what_another_stream_wrote() -> None:
     # One stream commits a page group, and zeroes it when its turn comes; another writes to a neighbouring row at once.
     if not torch.cuda.is_available():
         pytest.skip("torch sees no CUDA device")
-    pool = small_pool("cuda:0", 1)
-    vt.empty(1000, device="cuda:0", pool=pool).fill_(3)  # so that there is something to zero
+    pool = small_pool("cuda:0", 2)
+    vt.empty(2000, 512, device="cuda:0", pool=pool).fill_(3)  # so that there is something to zero
     gc.collect()
     graveyard.drain()
-    x, one, other = vt.empty(1024, 512, device="cuda:0", pool=pool), torch.cuda.Stream(), torch.cuda.Stream()
-    with torch.cuda.stream(one):
-        torch.cuda._sleep(400_000_000)
-        x[0].fill_(1)
-    with torch.cuda.stream(other):
-        x[500].fill_(7)
-        x[501].fill_(8)
+    x, one, other = vt.empty(2048, 512, device="cuda:0", pool=pool), torch.cuda.Stream(), torch.cuda.Stream()
+    for row in (0, 1024):  # at first one stream alone is known, then both
+        with torch.cuda.stream(one):
+            torch.cuda._sleep(400_000_000)
+            x[row].fill_(1)
+        with torch.cuda.stream(other):
+            x[row + 500].fill_(7)
+            x[row + 501].fill_(8)
     torch.cuda.synchronize()
-    assert [row.unique().tolist() for row in (x[0], x[1], x[500], x[501])] == [[1], [0], [7], [8]]
+    for row in (0, 1024):
+        rows = (x[row], x[row + 1], x[row + 500], x[row + 501])
+        assert [values.unique().tolist() for values in rows] == [[1], [0], [7], [8]]
 
 
 @pytest.mark.gpu
