@@ -90,7 +90,7 @@ class Region(Unpicklable):
         self.content = pool.new_content()
         self.decommit_epoch = 0
         self.num_writes = 0  # operations that wrote to it, of those that said so
-        # By stream that may still be zeroing what it committed: the event after it, or None where nobody wanted one yet.
+        # By stream that may still be zeroing what it committed: the event after it, or None: nobody wanted one yet.
         self._zeroing: dict[int, DeviceEvent | None] = {}
         self._zeroing_lock = threading.Lock()
         # In the mapper's stream, after all that was asked for ahead until then: how often that was, and the event.

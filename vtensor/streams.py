@@ -102,7 +102,7 @@ class StreamUse:
         return len(self._streams) > 1
 
     def event(self, handle: int) -> DeviceEvent | None:
-        """An event after what a noted stream was given so far; None while it is captured, which began when it was idle."""
+        """An event after what a noted stream was given so far; None during a capture, which began when it was idle."""
         stream = self._streams[handle]
         with torch.cuda.stream(stream):
             return None if torch.cuda.is_current_stream_capturing() else DeviceEvent(stream)

@@ -17,8 +17,8 @@ for the first time, and once more. *mapped* is the difference, for each page gro
 the driver: create, map and set_access of the same handles, called from compiled code that zeroes nothing, touches
 nothing and keeps no books.
 
-**Growth.** Rows that come in chunks, until the device has them all: `append_` on memory that the pool creates or has
-left, `torch.cat` for each chunk, a list with one `torch.cat` at the end, and as the ceiling a tensor that was made as
+**Growth.** Rows that come in chunks, small ones and on a GPU large ones, too, until the device has them all: `append_`
+on memory that the pool creates or has left, `torch.cat` for each chunk, a list with one `torch.cat` at the end, and as the ceiling a tensor that was made as
 large as it will be. All of it is timed, but for the chunks themselves, which are there before. *peak* is computed, not
 measured: the bytes of all tensors at the time when they are most, without the chunk at hand, and without what torch's
 allocator keeps of tensors that are gone.
@@ -72,7 +72,7 @@ def benchmark(
     if touched_bytes < size or touched_bytes % size:
         raise ValueError(f"touched_bytes={touched_bytes!r} must be a positive multiple of {size:,}, the page group")
     read_bytes = 64 * size if small else 4 * GIB if on_gpu else 64 * MIB
-    num_chunks, chunk_bytes = 8 if small else 64, 2 * size if on_gpu else 8 * size
+    num_chunks, chunk_bytes = 8 if small else 64, [2 * size, 32 * size] if on_gpu else [8 * size]
     num_batches, num_calls, num_created = (3, 10, 5) if small else (20, 100, 50)
     return Benchmark(
         name="tensor",
@@ -83,7 +83,7 @@ def benchmark(
             *operations(device, num_batches, num_calls),
             *creation(device, num_created),
             *first_touches(device, touched_bytes),
-            *growth(device, num_chunks, chunk_bytes),
+            *(variant for size in chunk_bytes for variant in growth(device, num_chunks, size)),
             *zero_reads(device, read_bytes),
         ],
         rounds=(2 if small else 5) if rounds is None else rounds,
@@ -99,6 +99,6 @@ def benchmark(
             "read_bytes": read_bytes,
         },
         notes=f"page groups of {format_bytes(size)}; touches: {format_bytes(touched_bytes)}; "
-        f"growth: {num_chunks} chunks of {format_bytes(chunk_bytes)}; reads: {format_bytes(read_bytes)}",
+        f"growth: {num_chunks} chunks; reads: {format_bytes(read_bytes)}",
         is_predicted=on_gpu,
     )

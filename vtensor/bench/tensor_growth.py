@@ -17,7 +17,7 @@ from vtensor.bench.frame import Variant, timed_us
 from vtensor.bench.tensor_touches import open_pool
 from vtensor.errors import VTensorError
 from vtensor.factory import empty
-from vtensor.units import MIB, round_up
+from vtensor.units import MIB, format_bytes, round_up
 
 __all__ = ["growth"]
 
@@ -166,11 +166,12 @@ class _Preallocated(_Growth):
 
 def growth(device: str, num_chunks: int, chunk_bytes: int) -> Iterator[Variant]:
     """So many chunks of so many bytes, put into one tensor in every way."""
-    ceiling = "preallocated"
+    size = f", {format_bytes(chunk_bytes)}"
+    ceiling = f"preallocated{size}"
     common: dict[str, Any] = {"device": device, "num_chunks": num_chunks, "chunk_rows": chunk_bytes // _ROW_BYTES}
     for memory in ("fresh", "recycled"):
         is_fresh = memory == "fresh"
-        yield _Append(name=f"append_, {memory}", ceiling=ceiling, is_fresh=is_fresh, **common)
-    yield _CatEach(name="torch.cat each", ceiling=ceiling, **common)
-    yield _CatOnce(name="list, one torch.cat", ceiling=ceiling, **common)
+        yield _Append(name=f"append_, {memory}{size}", ceiling=ceiling, is_fresh=is_fresh, **common)
+    yield _CatEach(name=f"torch.cat each{size}", ceiling=ceiling, **common)
+    yield _CatOnce(name=f"list, one torch.cat{size}", ceiling=ceiling, **common)
     yield _Preallocated(name=ceiling, **common)
