@@ -18,10 +18,10 @@ the driver: create, map and set_access of the same handles, called from compiled
 nothing and keeps no books.
 
 **Growth.** Rows that come in chunks, small ones and on a GPU large ones, too, until the device has them all: `append_`
-on memory that the pool creates or has left, `torch.cat` for each chunk, a list with one `torch.cat` at the end, and as the ceiling a tensor that was made as
-large as it will be. All of it is timed, but for the chunks themselves, which are there before. *peak* is computed, not
-measured: the bytes of all tensors at the time when they are most, without the chunk at hand, and without what torch's
-allocator keeps of tensors that are gone.
+on memory that the pool creates or has left, `torch.cat` for each chunk, a list with one `torch.cat` at the end, and as
+the ceiling a tensor that was made as large as it will be. All of it is timed, but for the chunks themselves, which are
+there before. *peak* is computed, not measured: the bytes of all tensors at the time when they are most, without the
+chunk at hand, and without what torch's allocator keeps of tensors that are gone.
 
 **Reads of zeros.** The sum of a tensor to which nothing was ever written, until the device has it, for the first time
 and once more, for each page group. The rival is the sum of a torch tensor of zeros, which lie in memory of their own:
