@@ -49,7 +49,7 @@ from vtensor.unpicklable import Unpicklable
 if TYPE_CHECKING:
     from vtensor.allocator.plan import SpaceArrays
 
-__all__ = ["AddressSpace", "Shortage"]
+__all__ = ["AddressSpace", "Shortage", "check_outcome", "out_of_pages"]
 
 Ranges = npt.NDArray[np.int64]
 Outcome = npt.NDArray[np.int64]
@@ -112,7 +112,7 @@ class AddressSpace(Unpicklable):
             self.arrays.header[FIRST_MAPPED] = self.num_places
             self.arrays.header[HOLES_READABLE] = self.has_readable_holes
             if not _has_loaded:
-                _load_code(plan, pool, self.arrays, self._words)
+                _load_code(plan, pool, self.arrays, self.words)
             pool.adopt(self)
         except BaseException as error:
             self.reservation.close()
@@ -130,14 +130,15 @@ class AddressSpace(Unpicklable):
         self._finalizer.atexit = False
 
     @cached_property
-    def _words(self) -> npt.NDArray[np.int64]:
+    def words(self) -> npt.NDArray[np.int64]:
+        """Its pool's arrays and its own, `native.packed` one after the other, for compiled code."""
         from vtensor.allocator.native import packed
 
         return np.concatenate([packed(self.pool.arrays), packed(self.arrays)])
 
     @cached_property
     def _job_words(self) -> JobWords:
-        return JobWords(self.pool, self.arrays, self._words)
+        return JobWords(self.pool, self.arrays, self.words)
 
     def __repr__(self) -> str:
         return f"<AddressSpace {self.reservation!r}, {format_bytes(self.committed_bytes)} committed>"
@@ -237,7 +238,7 @@ class AddressSpace(Unpicklable):
         that commit's stream.
         """
         with self._reading():
-            return int(self._plan.count_missing_by_words(self._words, ranges, with_shown))
+            return int(self._plan.count_missing_by_words(self.words, ranges, with_shown))
 
     def commit(
         self,
@@ -288,7 +289,7 @@ class AddressSpace(Unpicklable):
             rows = _as_rows(ranges, content)
             driver = self.pool.driver
             with driver.current_context():
-                runs = self._plan.commit_by_words(self._words, rows, stream, outcome)
+                runs = self._plan.commit_by_words(self.words, rows, stream, outcome)
             if outcome[SHORTFALL]:
                 self.check_open()  # a pool that was closed meanwhile has nothing any more
                 raise Shortage(int(outcome[SHORTFALL]))
@@ -298,7 +299,7 @@ class AddressSpace(Unpicklable):
                     "service; decommit it first"
                 )
             try:
-                _check_outcome(self.pool, outcome)
+                check_outcome(self.pool, outcome)
                 if on_mapped is not None and len(runs):
                     on_mapped(outcome)
             except BaseException:  # what may hold somebody else's data must not stay, not even a part of a handle
@@ -374,7 +375,7 @@ class AddressSpace(Unpicklable):
             outcome = np.zeros(OUTCOME_WORDS, np.int64)
             while not self._plan.show_zeros(self.pool.arrays, self.arrays, _as_rows(ranges), outcome):
                 self._make_zeros(stream)
-            _check_outcome(self.pool, outcome)
+            check_outcome(self.pool, outcome)
             return int(outcome[NUM_CHANGED])
 
     def _make_zeros(self, stream: int) -> None:
@@ -462,7 +463,7 @@ class AddressSpace(Unpicklable):
             self._check_ranges(ranges)
             outcome = np.zeros(OUTCOME_WORDS, np.int64)
             self._plan.decommit(self.pool.arrays, self.arrays, _as_rows(ranges), forget_content, outcome)
-            _check_outcome(self.pool, outcome)
+            check_outcome(self.pool, outcome)
             return int(outcome[NUM_CHANGED])
 
     def alias(self, first: int, source: AddressSpace, source_first: int, count: int, *, writable: bool = True) -> None:
@@ -499,7 +500,7 @@ class AddressSpace(Unpicklable):
                     f"places {source_first}..{source_first + count} of the source hold a handle of several page groups "
                     "in part; alias the whole of it, or give the pool a smaller max_size_class_bytes"
                 )
-            _check_outcome(self.pool, outcome)
+            check_outcome(self.pool, outcome)
 
     def close(self) -> None:
         """Unmap everything and give the addresses back. The device must have finished. A second call does nothing."""
@@ -553,7 +554,7 @@ def _load_code(plan: Any, pool: PagePool, space: Any, words: npt.NDArray[np.int6
     _has_loaded = True
 
 
-def _check_outcome(pool: PagePool, outcome: npt.NDArray[np.int64]) -> None:
+def check_outcome(pool: PagePool, outcome: npt.NDArray[np.int64]) -> None:
     """Raise the driver's error that a plan's outcome tells of."""
     if outcome[CODE]:
         detail, stuck = "nothing was changed", int(outcome[NUM_STUCK])
@@ -615,7 +616,7 @@ def _take_down(pool: PagePool, arrays: SpaceArrays, reservation: Reservation, jo
         outcome = np.zeros(OUTCOME_WORDS, np.int64)
         first, end = int(arrays.header[FIRST_MAPPED]), int(arrays.header[END_MAPPED])
         plan.decommit(pool.arrays, arrays, _as_rows(np.array([[first, end - first]], np.int64)), False, outcome)
-        _check_outcome(pool, outcome)
+        check_outcome(pool, outcome)
     reservation.close()
     pool.count_call(Call.FREE)
     pool.trim_unless_kept()

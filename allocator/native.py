@@ -9,6 +9,7 @@ This module is imported on first use only, never by ``import vtensor``: numba ta
 
 from __future__ import annotations
 
+import ctypes
 import hashlib
 import mmap
 from collections.abc import Callable, Iterable
@@ -17,6 +18,7 @@ from typing import Any, TypeVar, cast
 
 import numpy as np
 import numpy.typing as npt
+from llvmlite import binding as llvm
 from llvmlite import ir
 from numba import carray, njit, types
 from numba.core import sigutils
@@ -25,6 +27,7 @@ from numba.extending import intrinsic
 
 __all__ = [
     "SOURCES_STAMP",
+    "bound",
     "call",
     "callback",
     "compiled",
@@ -76,16 +79,55 @@ def compiled(function: Function) -> Function:
     return cast(Function, dispatcher)
 
 
-def callback(signature: str) -> Callable[[Callable[..., int]], Any]:
+def callback(signature: str) -> Callable[[Callable[..., int | None]], Any]:
     """Compile a function to a C function of that signature: numba's `cfunc`, with the cache of `compiled`."""
 
-    def compile_it(function: Callable[..., int]) -> Any:
+    def compile_it(function: Callable[..., int | None]) -> Any:
         made = CFunc(function, sigutils.normalize_signature(signature), locals={}, options={})
         _enable_caching(made)
         made.compile()
         return made
 
     return compile_it
+
+
+def bound(address: int, word: int, signature: str) -> int:
+    """Address of a C function that passes on its arguments to the one at `address`, after a word of its own.
+
+    So a callback whose signature has no room for a context is compiled once, and still serves many. The code stays in
+    memory until the process has ended: whoever was given it may call it at any time.
+
+    Parameters
+    ----------
+    address : int
+        Of a C function of type ``result(int64, *arguments)``.
+    word : int
+        Its first argument.
+    signature : str
+        ``"result(*arguments)"`` in numba's words, of integers.
+    """
+    arguments, result = sigutils.normalize_signature(signature)
+
+    def ir_type(kind: Any) -> Any:
+        return ir.VoidType() if kind == types.void else ir.IntType(kind.bitwidth)
+
+    module = ir.Module()
+    module.triple = llvm.get_process_triple()
+    kinds = [ir_type(kind) for kind in arguments]
+    function = ir.Function(module, ir.FunctionType(ir_type(result), kinds), f"bound_{address:x}_{word:x}")
+    builder = ir.IRBuilder(function.append_basic_block())
+    target = ir.FunctionType(ir_type(result), [_WORD, *kinds])
+    pointer = builder.inttoptr(ir.Constant(_WORD, address), target.as_pointer())
+    value = builder.call(pointer, [ir.Constant(_WORD, word), *function.args])
+    if result == types.void:
+        builder.ret_void()
+    else:
+        builder.ret(value)
+    machine = llvm.Target.from_default_triple().create_target_machine()
+    engine = llvm.create_mcjit_compiler(llvm.parse_assembly(str(module)), machine)
+    engine.finalize_object()
+    ctypes.pythonapi.Py_IncRef(ctypes.py_object(engine))  # or the end of the interpreter would unload it
+    return int(engine.get_function_address(function.name))
 
 
 @intrinsic

@@ -89,8 +89,10 @@ __all__ = [
     "decommit",
     "held_runs",
     "hold_zeros",
+    "map_as_it_is",
     "show_zeros",
     "space_at",
+    "unmap",
     "widen",
     "withdraw",
 ]
@@ -344,6 +346,33 @@ def _commit(pool: PoolArrays, space: SpaceArrays, ranges: Int64, is_ahead: bool,
 
 
 @compiled
+def map_as_it_is(pool: PoolArrays, space: SpaceArrays, ranges: Int64, outcome: Int64) -> bool:
+    """Put page groups below every empty place of the ranges, in service at once, with whatever they last held.
+
+    For who promises nothing of what new memory holds. All of them, or none and False. Within the caller's turn.
+    """
+    outcome[:] = 0
+    wanted = 0
+    for row in range(len(ranges)):
+        for place in range(ranges[row, FIRST], ranges[row, FIRST] + ranges[row, COUNT]):
+            wanted += space.table[place] == _NOTHING
+    if wanted > num_available(pool):
+        outcome[SHORTFALL] = wanted - num_available(pool)
+        return False
+    if wanted > 0 and not _map_missing(pool, space, ranges, wanted, outcome):
+        return False
+    shift = pool.constants[CLASS_SHIFT]
+    for row in range(len(ranges)):
+        for place in range(ranges[row, FIRST], ranges[row, FIRST] + ranges[row, COUNT]):
+            if space.table[place] < 0:
+                space.table[place] = -space.table[place]
+                space.header[NUM_AHEAD] -= 1
+                pool.content[head_of(shift, space.table[place] - 1)] = UNKNOWN_CONTENT
+    outcome[NUM_CHANGED] = wanted
+    return True
+
+
+@compiled
 def _map_missing(pool: PoolArrays, space: SpaceArrays, ranges: Int64, wanted: int, outcome: Int64) -> bool:
     """Map handles, ahead so far, at all empty places of the ranges; all of them, or none and False."""
     shift = pool.constants[CLASS_SHIFT]
@@ -577,12 +606,13 @@ def decommit(pool: PoolArrays, space: SpaceArrays, ranges: Int64, forget_content
     `forget_content` has the page groups zeroed before anybody uses them again.
     """
     take_turn(pool)
-    _decommit(pool, space, ranges, forget_content, outcome)
+    unmap(pool, space, ranges, forget_content, outcome)
     end_turn(pool)
 
 
 @compiled
-def _decommit(pool: PoolArrays, space: SpaceArrays, ranges: Int64, forget_content: bool, outcome: Int64) -> None:
+def unmap(pool: PoolArrays, space: SpaceArrays, ranges: Int64, forget_content: bool, outcome: Int64) -> None:
+    """As `decommit`, within the caller's turn."""
     outcome[:] = 0
     num_shown = space.header[NUM_SHOWN]
     runs = _whole_runs(pool, space, ranges)

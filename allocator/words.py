@@ -36,3 +36,22 @@ NUM_CONSTANTS = 8
 # What a handle holds: zeros, something unknown, the same below places that have to be opened first, or (positive) data
 # of the user who gave that mark.
 ZEROS, UNKNOWN_CONTENT, STUCK_CONTENT = 0, -1, -2
+
+# An arena's header: whether its memory is away; the first place that may be free; segments that are there, their
+# places, and the most that there ever were; allocations that failed, and the bytes that the last of them asked for;
+# whether free memory stays in the pool; addresses of cuStreamSynchronize and cuThreadExchangeStreamCaptureMode (0 on
+# the host); and segments that torch gave back but that could not be unmapped.
+(
+    IS_ASLEEP,
+    FIRST_FREE,
+    NUM_SEGMENTS,
+    SEGMENT_PLACES,
+    MOST_PLACES,
+    NUM_FAILED,
+    FAILED_BYTES,
+    KEEPS_FREE,
+    FINISH_STREAM,
+    CAPTURE_MODE,
+    NUM_LEFT_OVER,
+) = range(11)
+ARENA_HEADER_WORDS = 16

@@ -1,7 +1,9 @@
 """Virtual tensors for PyTorch: contiguous addresses reserved at once, memory mapped on demand."""
 
 import vtensor.traced  # noqa: F401  for torch.compile
+from vtensor.allocator.arena import MemoryStats
 from vtensor.allocator.page_pool import PagePool
+from vtensor.allocator.pluggable import memory_stats, sleep, trim, use_allocator, wake
 from vtensor.errors import (
     ClosedError,
     DriverError,
@@ -27,6 +29,7 @@ __all__ = [
     "KVCacheManager",
     "KVCacheStats",
     "LayerSpec",
+    "MemoryStats",
     "OutOfPagesError",
     "OutOfSlotsError",
     "PagePool",
@@ -41,8 +44,13 @@ __all__ = [
     "empty_like",
     "empty_strided",
     "full",
+    "memory_stats",
+    "sleep",
+    "trim",
     "unread_indices",
+    "use_allocator",
     "virtual",
+    "wake",
     "zeros",
     "zeros_like",
 ]

@@ -148,6 +148,22 @@ class Driver(Unpicklable, ABC):
     def finish(self, stream: int) -> None:
         """Wait until a stream has done what it was given; on the host everything has."""
 
+    def finish_device(self) -> None:
+        """Wait until the device has done all that it was given; a host has."""
+
+    def copy_to_host(self, host_address: int, address: int, size_bytes: int, stream: int) -> None:
+        """Copy memory of the device to memory that the host sees, in the order of `stream`."""
+        ctypes.memmove(host_address, address, size_bytes)
+
+    def copy_to_device(self, address: int, host_address: int, size_bytes: int, stream: int) -> None:
+        """The way back."""
+        ctypes.memmove(address, host_address, size_bytes)
+
+    @property
+    def waiting_calls(self) -> tuple[int, int]:
+        """Addresses of cuStreamSynchronize and cuThreadExchangeStreamCaptureMode; 0 on a host, which has no streams."""
+        return 0, 0
+
     # -- the calls ----------------------------------------------------------------------------------------------
 
     @property

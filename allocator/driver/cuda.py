@@ -148,6 +148,26 @@ class CudaDriver(Driver):
         with self.current_context(), relaxed_capture_mode():
             _unwrap("cuStreamSynchronize", cu.cuStreamSynchronize(stream))
 
+    def finish_device(self) -> None:
+        """Wait until the device has done all that it was given."""
+        with self.current_context(), relaxed_capture_mode():
+            _unwrap("cuCtxSynchronize", cu.cuCtxSynchronize())
+
+    def copy_to_host(self, host_address: int, address: int, size_bytes: int, stream: int) -> None:
+        """Copy memory of the device to memory that the host sees, in the order of `stream`."""
+        with self.current_context():
+            _unwrap("cuMemcpyDtoHAsync", cu.cuMemcpyDtoHAsync(host_address, address, size_bytes, stream))
+
+    def copy_to_device(self, address: int, host_address: int, size_bytes: int, stream: int) -> None:
+        """The way back."""
+        with self.current_context():
+            _unwrap("cuMemcpyHtoDAsync", cu.cuMemcpyHtoDAsync(address, host_address, size_bytes, stream))
+
+    @property
+    def waiting_calls(self) -> tuple[int, int]:
+        """Addresses of cuStreamSynchronize and cuThreadExchangeStreamCaptureMode."""
+        return _entry_point("cuStreamSynchronize"), _entry_point("cuThreadExchangeStreamCaptureMode")
+
     def memory_info(self) -> tuple[int, int]:
         """Bytes of memory that are free now, and all there are."""
         self.check_process()

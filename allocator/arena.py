@@ -1,0 +1,349 @@
+"""Arena: addresses from which torch's segments are cut, whose memory can be taken away and put back."""
+
+from __future__ import annotations
+
+import threading
+from contextlib import suppress
+from dataclasses import dataclass
+from functools import cached_property
+from typing import Any, Literal
+
+import numpy as np
+import numpy.typing as npt
+import torch
+
+from vtensor.allocator.address_space import AddressSpace, Shortage, check_outcome, out_of_pages
+from vtensor.allocator.page_pool import PagePool
+from vtensor.allocator.words import (
+    ARENA_HEADER_WORDS,
+    CAPTURE_MODE,
+    COUNT,
+    END_MAPPED,
+    FAILED_BYTES,
+    FINISH_STREAM,
+    FIRST,
+    FIRST_MAPPED,
+    IS_ASLEEP,
+    KEEPS_FREE,
+    MOST_PLACES,
+    NUM_FAILED,
+    NUM_LEFT_OVER,
+    NUM_SEGMENTS,
+    OUTCOME_WORDS,
+    SEGMENT_PLACES,
+    SHORTFALL,
+)
+from vtensor.errors import DriverError, VTensorError
+from vtensor.units import MIB, format_bytes
+from vtensor.unpicklable import Unpicklable
+
+__all__ = ["Arena", "MemoryStats", "Offload"]
+
+Offload = Literal["cpu", "discard"]
+_BUFFER_BYTES = 256 * MIB  # a power of two: torch rounds pinned memory up to one
+
+
+@dataclass(frozen=True)
+class MemoryStats:
+    """Memory of torch's segments at one moment, in bytes.
+
+    Attributes
+    ----------
+    reserved_bytes : int
+        Of all segments that torch has, asleep or not. torch's own ``memory_reserved`` counts the same.
+    committed_bytes : int
+        Device memory behind them.
+    asleep_bytes : int
+        Of segments whose memory was taken away.
+    offloaded_bytes : int
+        Host memory that holds their content.
+    peak_reserved_bytes : int
+        The most that was ever reserved.
+    num_segments : int
+        Segments that torch has.
+    num_failed : int
+        Segments that torch asked for in vain.
+    """
+
+    reserved_bytes: int = 0
+    committed_bytes: int = 0
+    asleep_bytes: int = 0
+    offloaded_bytes: int = 0
+    peak_reserved_bytes: int = 0
+    num_segments: int = 0
+    num_failed: int = 0
+
+    def __add__(self, other: MemoryStats) -> MemoryStats:
+        return MemoryStats(*(mine + theirs for mine, theirs in zip(self._values(), other._values(), strict=True)))
+
+    def _values(self) -> list[int]:
+        return [getattr(self, name) for name in self.__dataclass_fields__]
+
+
+@dataclass(frozen=True)
+class _Copy:
+    """Part of a segment in host memory."""
+
+    segment: int  # its first place
+    address: int
+    buffer: torch.Tensor
+    offset: int
+    size_bytes: int
+
+
+class Arena(Unpicklable):
+    """A range of addresses for segments of torch's allocator.
+
+    torch takes and returns segments through `allocate_callback` and `free_callback`, from any thread and without the
+    GIL. A segment is backed by page groups of the pool, stitched together at neighbouring addresses, in the largest
+    handles that fit; they hold whatever they last held. A segment that torch returns gives its memory back once its
+    stream has done what it was given, as with cudaFree.
+
+    Parameters
+    ----------
+    pool : PagePool
+        Where page groups come from. Where it keeps none that are free, they go back to the device.
+    size_bytes : int
+        Of addresses; many times what all segments together may take.
+
+    Attributes
+    ----------
+    allocate_callback, free_callback : int
+        Addresses of C functions: ``void *allocate(ssize_t size, int device, cudaStream_t stream)``, which returns 0
+        where there is no memory, and ``void free(void *, ssize_t size, int device, cudaStream_t stream)``.
+    """
+
+    def __init__(self, pool: PagePool, size_bytes: int) -> None:
+        from vtensor.allocator import native, segments
+
+        self.space = AddressSpace(pool, size_bytes)
+        self._native: Any = segments
+        self._arrays = segments.ArenaArrays(
+            np.zeros(ARENA_HEADER_WORDS, np.int64), native.sparse_array(self.space.num_places, np.int32)
+        )
+        header = self._arrays.header
+        header[KEEPS_FREE] = pool.keeps_free_page_groups
+        header[FINISH_STREAM], header[CAPTURE_MODE] = pool.driver.waiting_calls
+        self._words = np.concatenate([self.space.words, native.packed(self._arrays)])
+        address = int(self._words.ctypes.data)
+        self.allocate_callback = native.bound(segments.ALLOCATE, address, "int64(int64, int32, int64)")
+        self.free_callback = native.bound(segments.FREE, address, "void(int64, int64, int32, int64)")
+        self._lock = threading.RLock()
+        self._copies: list[_Copy] | None = None  # while asleep; None: what was there is gone
+
+    def __repr__(self) -> str:
+        stats = self.stats()
+        return (
+            f"<Arena {self.space.pool.driver.device}: {stats.num_segments} segments, "
+            f"{format_bytes(stats.reserved_bytes)}, {format_bytes(stats.committed_bytes)} committed>"
+        )
+
+    @property
+    def is_asleep(self) -> bool:
+        """Whether the segments' memory is away."""
+        return bool(self._arrays.header[IS_ASLEEP])
+
+    @property
+    def last_failed_bytes(self) -> int:
+        """Bytes of the last segment that torch asked for in vain."""
+        return int(self._arrays.header[FAILED_BYTES])
+
+    def stats(self) -> MemoryStats:
+        """What the segments take, now."""
+        header, size = self._arrays.header.copy(), self.space.page_group_bytes
+        buffers = {id(copy.buffer): copy.buffer.numel() for copy in self._copies or ()}
+        reserved = int(header[SEGMENT_PLACES]) * size
+        return MemoryStats(
+            reserved_bytes=reserved,
+            committed_bytes=self.space.num_mapped * size,
+            asleep_bytes=reserved if header[IS_ASLEEP] else 0,
+            offloaded_bytes=sum(buffers.values()),
+            peak_reserved_bytes=int(header[MOST_PLACES]) * size,
+            num_segments=int(header[NUM_SEGMENTS]),
+            num_failed=int(header[NUM_FAILED]),
+        )
+
+    def sleep(self, offload: Offload = "cpu") -> int:
+        """Take the memory of all segments away, and keep their addresses. Waits for the device.
+
+        Until `wake` no segment can be allocated, and nothing may use those that are there; they may be freed.
+
+        Parameters
+        ----------
+        offload : {"cpu", "discard"}
+            Keep what they hold in host memory, pinned for a GPU; or drop it.
+
+        Returns
+        -------
+        int
+            Bytes that went back; 0 where the arena was asleep already, which changes nothing.
+
+        Raises
+        ------
+        VTensorError
+            No host memory for the content; nothing was changed.
+        DriverError
+            The driver refused; nothing was changed, unless the message says so.
+        """
+        if offload not in ("cpu", "discard"):
+            raise ValueError(f"offload={offload!r} must be 'cpu' or 'discard'")
+        driver = self.space.pool.driver
+        driver.check_process()
+        with self._lock:
+            if self.is_asleep:
+                return 0
+            outcome = np.zeros(OUTCOME_WORDS, np.int64)
+            try:
+                segments = self._native.fall_asleep(self._words, outcome)
+                check_outcome(self.space.pool, outcome)
+                driver.finish_device()
+                self._copies = self._copied_out(segments) if offload == "cpu" else None
+                number = self._unmap()
+            except BaseException:
+                self._stop_copying()
+                self._copies = None
+                self._native.wake_up(self._words, outcome)
+                raise
+            self.space.pool.trim_unless_kept()
+            return number * self.space.page_group_bytes
+
+    def wake(self) -> int:
+        """Put memory back below all segments, with what they held; zeros, where that was dropped.
+
+        Returns
+        -------
+        int
+            Bytes that were committed; 0 where the arena was awake already.
+
+        Raises
+        ------
+        OutOfPagesError
+            Not enough memory; the arena sleeps on, and nothing is lost.
+        DriverError
+            The driver refused; the arena sleeps on.
+        """
+        pool = self.space.pool
+        pool.driver.check_process()
+        with self._lock:
+            if not self.is_asleep:
+                return 0
+            outcome = np.zeros(OUTCOME_WORDS, np.int64)
+            try:
+                segments = self._native.map_segments(self._words, outcome)
+                if outcome[SHORTFALL]:
+                    raise out_of_pages(self.space, "waking up", Shortage(int(outcome[SHORTFALL])))
+                check_outcome(pool, outcome)
+                self._fill(segments)
+            except BaseException:
+                self._stop_copying()
+                self._unmap()
+                pool.trim_unless_kept()
+                raise
+            self._copies = None
+            self._native.wake_up(self._words, outcome)
+            return int(segments[:, COUNT].sum()) * self.space.page_group_bytes
+
+    @cached_property
+    def _stream(self) -> int:
+        return self.space.pool.driver.new_stream()
+
+    def _copied_out(self, segments: npt.NDArray[np.int64]) -> list[_Copy]:
+        """Copies of all segments, in buffers that they share."""
+        driver, size = self.space.pool.driver, self.space.page_group_bytes
+        left = int(segments[:, COUNT].sum()) * size
+        copies: list[_Copy] = []
+        buffer, offset = torch.empty(0, dtype=torch.uint8, device="cpu"), 0
+        for first, count in segments[:, [FIRST, COUNT]].tolist():
+            address, end = self.space.base + first * size, self.space.base + (first + count) * size
+            while address < end:
+                if offset == buffer.numel():
+                    buffer, offset = self._host_buffer(min(left, _BUFFER_BYTES)), 0
+                number = min(end - address, buffer.numel() - offset)
+                driver.copy_to_host(buffer.data_ptr() + offset, address, number, self._stream)
+                copies.append(_Copy(first, address, buffer, offset, number))
+                address, offset, left = address + number, offset + number, left - number
+        driver.finish(self._stream)
+        return copies
+
+    def _host_buffer(self, size_bytes: int) -> torch.Tensor:
+        is_gpu = self.space.pool.driver.kind == "cuda"
+        try:
+            return torch.empty(size_bytes, dtype=torch.uint8, device="cpu", pin_memory=is_gpu)
+        except RuntimeError as error:
+            raise VTensorError(
+                f"{format_bytes(size_bytes)} of host memory for what {self!r} holds cannot be had: {error}. Nothing "
+                "was changed; free some, or drop the content (offload='discard')"
+            ) from error
+
+    def _fill(self, segments: npt.NDArray[np.int64]) -> None:
+        """Write what segments held, or zeros."""
+        driver, size = self.space.pool.driver, self.space.page_group_bytes
+        if self._copies is None:
+            for first, count in segments[:, [FIRST, COUNT]].tolist():
+                driver.zero(self.space.base + first * size, count * size, self._stream)
+        else:
+            alive = set(segments[:, FIRST].tolist())
+            for copy in self._copies:
+                if copy.segment in alive:
+                    host_address = copy.buffer.data_ptr() + copy.offset
+                    driver.copy_to_device(copy.address, host_address, copy.size_bytes, self._stream)
+        driver.finish(self._stream)
+
+    def _stop_copying(self) -> None:
+        """After an error: let nothing be copied any more from or to what is given up."""
+        with suppress(DriverError):
+            self.space.pool.driver.finish(self._stream)
+
+    def _unmap(self) -> int:
+        """Take all memory away; page groups."""
+        header = self.space.arrays.header
+        first, end = int(header[FIRST_MAPPED]), int(header[END_MAPPED])
+        if first >= end:
+            return 0
+        return self.space.decommit(np.array([[first, end - first]], np.int64), forget_content=True)
+
+    def check_integrity(self) -> None:
+        """Compare the books with the addresses; nobody may allocate or free meanwhile.
+
+        Raises
+        ------
+        VTensorError
+            They do not agree; the message says where.
+        """
+        self.space.pool.check_integrity()
+        header, lengths = self._arrays.header, self._arrays.lengths
+        starts = np.flatnonzero(lengths)
+        counts = np.abs(lengths[starts])
+        problems = []
+        if (starts[1:] < starts[:-1] + counts[:-1]).any():
+            problems.append("two segments overlap")
+        if (int((lengths > 0).sum()), int(lengths[lengths > 0].sum())) != (
+            header[NUM_SEGMENTS],
+            header[SEGMENT_PLACES],
+        ):
+            problems.append("segments are counted wrongly")
+        if int((lengths < 0).sum()) != header[NUM_LEFT_OVER]:
+            problems.append("what is left over is counted wrongly")
+        covered = np.zeros(self.space.num_places + 1, np.int32)
+        np.add.at(covered, starts, 1)
+        np.add.at(covered, starts + counts, -1)
+        expected = np.zeros(self.space.num_places, np.bool_) if self.is_asleep else np.cumsum(covered[:-1]) > 0
+        if not np.array_equal(self.space.arrays.table > 0, expected):
+            problems.append("mapped places are not those of segments")
+        if problems:
+            raise VTensorError(f"{self!r}: " + "; ".join(problems))
+
+    def close(self) -> None:
+        """Give the addresses back. A second call does nothing.
+
+        Raises
+        ------
+        VTensorError
+            torch still has segments.
+        """
+        if self.space.closed:
+            return
+        if self._arrays.header[NUM_SEGMENTS]:
+            raise VTensorError(f"{self!r} cannot be closed: torch still has segments; drop their tensors, and trim")
+        self.wake()
+        self.space.close()
