@@ -16,11 +16,9 @@ from vtensor.allocator.address_space import AddressSpace, Shortage, check_outcom
 from vtensor.allocator.page_pool import PagePool
 from vtensor.allocator.words import (
     ARENA_HEADER_WORDS,
-    CAPTURE_MODE,
     COUNT,
     END_MAPPED,
     FAILED_BYTES,
-    FINISH_STREAM,
     FIRST,
     FIRST_MAPPED,
     IS_ASLEEP,
@@ -29,9 +27,11 @@ from vtensor.allocator.words import (
     NUM_FAILED,
     NUM_LEFT_OVER,
     NUM_SEGMENTS,
+    NUM_WAITING_CALLS,
     OUTCOME_WORDS,
     SEGMENT_PLACES,
     SHORTFALL,
+    WAITING_CALLS,
 )
 from vtensor.errors import DriverError, VTensorError
 from vtensor.units import MIB, format_bytes
@@ -123,7 +123,7 @@ class Arena(Unpicklable):
         )
         header = self._arrays.header
         header[KEEPS_FREE] = pool.keeps_free_page_groups
-        header[FINISH_STREAM], header[CAPTURE_MODE] = pool.driver.waiting_calls
+        header[WAITING_CALLS : WAITING_CALLS + NUM_WAITING_CALLS] = pool.driver.waiting_calls
         self._words = np.concatenate([self.space.words, native.packed(self._arrays)])
         address = int(self._words.ctypes.data)
         self.allocate_callback = native.bound(segments.ALLOCATE, address, "int64(int64, int32, int64)")

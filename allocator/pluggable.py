@@ -82,10 +82,16 @@ class _Source:
             self._idle.append(mem_pool)
 
     def trim(self) -> None:
-        """Drop all pools that nobody is using; what no tensor uses of them goes back."""
+        """Drop all pools that nobody is using: `torch.cuda.empty_cache` gives back what no tensor uses of them.
+
+        They are dropped as torch drops a graph's pool. The end of the object would do more, and abort the process if
+        any thread on the device allocates from some pool or captures a graph at that moment: so it never comes.
+        """
         with self._lock:
             dropped, self._idle = self._idle, []
-        dropped.clear()
+            for mem_pool in dropped:
+                _keep_forever(mem_pool)
+                torch._C._cuda_releasePool(self.device.index, mem_pool.id)
 
     def sleep(self, offload: Offload) -> int:
         """Take all memory away, unless somebody allocates."""
@@ -97,7 +103,11 @@ class _Source:
     def keep_forever(self) -> None:
         """Have the interpreter's end leave the pools alone: torch would give back what kernels may be using."""
         for mem_pool in (*self._idle, *self._busy):
-            ctypes.pythonapi.Py_IncRef(ctypes.py_object(mem_pool))
+            _keep_forever(mem_pool)
+
+
+def _keep_forever(value: object) -> None:
+    ctypes.pythonapi.Py_IncRef(ctypes.py_object(value))
 
 
 _sources: dict[tuple[str, int], _Source] = {}
@@ -236,6 +246,7 @@ class use_allocator(ContextDecorator):
             stack.enter_context(torch.cuda.use_mem_pool(mem_pool, device))
             stack.enter_context(multithreading(False))
         stack.enter_context(_noted(source))
+        stack.callback(torch._C._cuda_clearCublasWorkspaces)  # or one that was made within would be put to sleep
         return source
 
     def __exit__(
@@ -304,8 +315,9 @@ def why_not_supported() -> str:
 def sleep(tag: str, offload: Offload = "cpu") -> int:
     """Take the memory below a tag's allocations away. Addresses stay, and so do tensors.
 
-    Waits for the device. Until `wake`, nothing may be allocated under the tag (that is an error), and nothing may read
-    or write its tensors (that no one can check: a kernel that does ends the process's CUDA context). They may be freed.
+    Waits for the device, and has torch empty its caches (`torch.cuda.empty_cache`). Until `wake`, nothing may be
+    allocated under the tag (that is an error), and nothing may read or write its tensors (that no one can check: a
+    kernel that does ends the process's CUDA context). They may be freed.
 
     Parameters
     ----------
@@ -329,8 +341,7 @@ def sleep(tag: str, offload: Offload = "cpu") -> int:
     if offload not in ("cpu", "discard"):
         raise ValueError(f"offload={offload!r} must be 'cpu' or 'discard'")
     sources = _sources_of(tag)
-    for source in sources:
-        source.trim()  # what no tensor uses need not be kept
+    _give_back_unused(sources)  # it need not be copied
     return sum(source.sleep(offload) for source in sources)
 
 
@@ -364,11 +375,15 @@ def trim(tag: str | None = None) -> int:
     """
     sources = _sources_of(tag)
     before = sum(source.arena.stats().committed_bytes for source in sources)
+    _give_back_unused(sources)
+    return before - sum(source.arena.stats().committed_bytes for source in sources)
+
+
+def _give_back_unused(sources: list[_Source]) -> None:
     for source in sources:
         source.trim()
     if sources:
         torch.cuda.empty_cache()
-    return before - sum(source.arena.stats().committed_bytes for source in sources)
 
 
 def memory_stats(tag: str | None = None) -> MemoryStats:

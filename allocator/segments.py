@@ -19,6 +19,7 @@ from vtensor.allocator.plan import SPACE_WORDS, SpaceArrays, map_as_it_is, space
 from vtensor.allocator.words import (
     CAPTURE_MODE,
     CODE,
+    CONTEXT,
     COUNT,
     FAILED_BYTES,
     FINISH_STREAM,
@@ -32,10 +33,14 @@ from vtensor.allocator.words import (
     NUM_FAILED,
     NUM_LEFT_OVER,
     NUM_SEGMENTS,
+    NUM_WAITING_CALLS,
     OUTCOME_WORDS,
     PAGE_GROUP_BYTES,
+    POP_CONTEXT,
+    PUSH_CONTEXT,
     RANGE_WORDS,
     SEGMENT_PLACES,
+    WAITING_CALLS,
 )
 
 __all__ = ["ALLOCATE", "ARENA_WORDS", "FREE", "ArenaArrays", "all_segments", "fall_asleep", "map_segments", "wake_up"]
@@ -112,14 +117,17 @@ def _allocate(words: Int64, size_bytes: int) -> int:
 
 
 @compiled
-def _finish(header: Int64, stream: int) -> bool:
+def _finish(calls: Int64, stream: int) -> bool:
     """Wait for a stream, as cudaFree would; False where that cannot be, as it is being captured."""
-    if header[FINISH_STREAM] == 0:
+    if calls[FINISH_STREAM] == 0:
         return True
-    mode = np.full(1, _RELAXED, np.int32)  # so that no other thread's capture need mind
-    call(header[CAPTURE_MODE], (mode.ctypes.data,))
-    code = call(header[FINISH_STREAM], (stream,))
-    call(header[CAPTURE_MODE], (mode.ctypes.data,))
+    mode, context = np.full(1, _RELAXED, np.int32), np.zeros(1, np.int64)
+    if call(calls[PUSH_CONTEXT], (calls[CONTEXT],)) != SUCCESS:  # the stream may be the context's default
+        return False
+    call(calls[CAPTURE_MODE], (mode.ctypes.data,))  # so that no other thread's capture need mind
+    code = call(calls[FINISH_STREAM], (stream,))
+    call(calls[CAPTURE_MODE], (mode.ctypes.data,))
+    call(calls[POP_CONTEXT], (context.ctypes.data,))
     return bool(code == SUCCESS)
 
 
@@ -134,7 +142,7 @@ def _forget_segment(arena: ArenaArrays, first: int) -> None:
 def _free(words: Int64, address: int, stream: int) -> None:
     """Take a segment away, once its stream has done what it was given."""
     pool, space, arena = pool_at(words), _space_in(words), _arena_in(words)
-    is_idle = _finish(arena.header, stream)
+    is_idle = _finish(arena.header[WAITING_CALLS : WAITING_CALLS + NUM_WAITING_CALLS], stream)
     outcome = np.zeros(OUTCOME_WORDS, np.int64)
     take_turn(pool)
     first = (address - space.base) // pool.constants[PAGE_GROUP_BYTES]

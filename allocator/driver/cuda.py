@@ -164,9 +164,15 @@ class CudaDriver(Driver):
             _unwrap("cuMemcpyHtoDAsync", cu.cuMemcpyHtoDAsync(address, host_address, size_bytes, stream))
 
     @property
-    def waiting_calls(self) -> tuple[int, int]:
-        """Addresses of cuStreamSynchronize and cuThreadExchangeStreamCaptureMode."""
-        return _entry_point("cuStreamSynchronize"), _entry_point("cuThreadExchangeStreamCaptureMode")
+    def waiting_calls(self) -> tuple[int, int, int, int, int]:
+        """With what compiled code waits for a stream: the context, and addresses of the calls of `words`."""
+        return (
+            int(self._context),
+            _entry_point("cuCtxPushCurrent"),
+            _entry_point("cuCtxPopCurrent"),
+            _entry_point("cuThreadExchangeStreamCaptureMode"),
+            _entry_point("cuStreamSynchronize"),
+        )
 
     def memory_info(self) -> tuple[int, int]:
         """Bytes of memory that are free now, and all there are."""

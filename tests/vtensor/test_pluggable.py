@@ -1,4 +1,4 @@
-"""torch's own allocations by tag: where they lie, asleep and awake, in threads and graphs, to the end of the process."""
+"""torch's own allocations by tag: where they lie, asleep and awake, in threads and graphs, to the process's end."""
 
 from __future__ import annotations
 
@@ -211,6 +211,7 @@ def test_a_graph_replays_after_sleep_and_wake(tag: str) -> None:
     with vt.use_allocator(tag):
         weight, out = torch.eye(512, device="cuda") * 2, torch.zeros(512, device="cuda")
     x = torch.arange(512.0, device="cuda")
+    out.copy_(weight @ x)
     torch.cuda.synchronize()
     graph = torch.cuda.CUDAGraph()
     with torch.cuda.graph(graph):
@@ -264,6 +265,41 @@ def test_memory_freed_by_one_tag_serves_another(tag: str) -> None:
     assert (y == 2).all()
     vt.wake(tag)
     assert (z == 3).all()
+
+
+@pytest.mark.gpu
+def test_what_libraries_keep_does_not_sleep(tag: str) -> None:
+    torch._C._cuda_clearCublasWorkspaces()
+    with vt.use_allocator(tag):
+        a = torch.eye(1024, device="cuda")
+        b = a @ a  # cuBLAS takes a workspace, and keeps it
+    vt.sleep(tag)
+    c = torch.ones(1024, 1024, device="cuda")
+    assert ((c @ c) == 1024).all()
+    vt.wake(tag)
+    assert torch.equal(a, b)
+
+
+@pytest.mark.gpu
+def test_trimmed_while_others_allocate_and_capture(tag: str) -> None:
+    other, x = f"{tag} other", torch.ones(8, device="cuda")
+    with vt.use_allocator(tag):
+        y = large()
+    del y
+    with vt.use_allocator(other):
+        assert vt.trim(tag) >= 32 * MIB
+        z = large(2.0)
+    graph = torch.cuda.CUDAGraph()
+    with vt.use_allocator(tag):
+        y = large()
+    del y
+    torch.cuda.synchronize()
+    with torch.cuda.graph(graph, capture_error_mode="thread_local"):
+        in_threads(lambda: vt.trim(tag))
+        x.mul_(2)
+    graph.replay()
+    assert (x == 2).all()
+    assert (z == 2).all()
 
 
 @pytest.mark.gpu
