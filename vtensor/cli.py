@@ -31,6 +31,8 @@ BENCHMARKS = {
     "map": "Page groups put below addresses: one by one, in bulk, beside Python code that holds the GIL.",
     "overlap": "Iterations of a decode loop whose memory grows, with look-ahead and without (the paper's figure 12).",
     "reclaim": "Admission of a request: onto a cold cache, a deferred slot, an eager one (the paper's figure 13).",
+    "sleep": "Memory of torch's allocator that is put to sleep and woken, beside the link's bandwidth.",
+    "alloc": "torch's allocations on our pages beside its own allocators: one by one, and in training.",
     "tensor": "Virtual tensors beside torch's own: operations, creation, first touches, growth, reads of zeros.",
 }
 
