@@ -71,7 +71,7 @@ def metrics_of(name: str, device: str) -> dict[str, set[str]]:
         absent = (", 4 MiB", ", 64 MiB") if device == "cpu" else (", 512 KiB",)
         return {variant: names for variant, names in metrics.items() if not variant.endswith(absent)}
     if name == "alloc" and device == "cpu":
-        return dict.fromkeys(metrics, {"step"})
+        return {variant: {"step"} for variant in metrics}
     return metrics
 
 

@@ -162,11 +162,11 @@ class _Training(Variant):
     def largest_batch(self) -> int:
         """The largest that can be trained within the limit."""
         total = torch.cuda.get_device_properties(self.device).total_memory
-        least, too_large = 0, 4 * self.shape.batch_size
+        least, too_large = 0, None
         torch.cuda.set_per_process_memory_fraction(self.limit_bytes / total, self.device)
         try:
-            while too_large - least > 1:
-                batch_size = (least + too_large) // 2
+            while too_large is None or too_large - least > 1:
+                batch_size = max(2 * least, self.shape.batch_size) if too_large is None else (least + too_large) // 2
                 try:
                     self.train(batch_size)
                     least = batch_size
@@ -224,12 +224,18 @@ class _Expandable(_Training):
     def begin(self) -> None:
         self.empty()
         if self.on_gpu:
-            torch.cuda.memory._set_allocator_settings("expandable_segments:True")
+            _set("expandable_segments:True")
 
     def end(self) -> None:
         self.empty()
         if self.on_gpu:
-            torch.cuda.memory._set_allocator_settings("expandable_segments:False")
+            _set("expandable_segments:False")
+
+
+def _set(settings: str) -> None:
+    """Change torch's allocator, by the function that does it in this version."""
+    change = getattr(torch._C, "_accelerator_setAllocatorSettings", None)
+    (change or torch.cuda.memory._set_allocator_settings)(settings)
 
 
 class _Stitched(_Training):
@@ -269,7 +275,7 @@ def benchmark(device: str, *, small: bool = False, rounds: int | None = None) ->
     device = device_name(resolve_device(device))
     on_gpu = device != "cpu"
     shape = _Shape(8, 1024, 8, 128, 2048, 12) if on_gpu and not small else _Shape(2, 128, 2, 16, 64, 4)
-    limit_bytes = 16 * GIB if not small else GIB
+    limit_bytes = 8 * GIB if not small else GIB
     common: dict[str, Any] = {"device": device, "shape": shape, "limit_bytes": limit_bytes}
     target = {"reserved / allocated": 1.03}
     variants = [

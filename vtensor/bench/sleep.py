@@ -12,7 +12,7 @@ Targets for an H200: 80 % of the link's bandwidth to go to sleep, and 50 ms to d
 from __future__ import annotations
 
 import ctypes
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from contextlib import ExitStack
 from dataclasses import dataclass, field
 
@@ -29,7 +29,7 @@ from vtensor.units import GIB, MIB, format_bytes
 __all__ = ["benchmark"]
 
 _GB = 1e9
-_PATTERN = 0xA5
+_SAMPLE_BYTES, _SAMPLE_EVERY_BYTES = 4096, 4 * MIB
 
 
 def _gb_per_s(size_bytes: int, spent_us: float) -> float:
@@ -73,21 +73,28 @@ class _Sleep(Variant):
 
     def check(self) -> None:
         driver = get_driver(self.device)
-        host = torch.empty(self.segment_bytes, dtype=torch.uint8, device="cpu")
-        for number, address in enumerate(self.addresses):
-            host.fill_(_PATTERN + number % 64)
-            driver.copy_to_device(address, host.data_ptr(), self.segment_bytes, 0)
-            driver.finish(0)
+        written = torch.arange(_SAMPLE_BYTES, device="cpu").remainder_(251).to(torch.uint8)
+        read = torch.empty_like(written)
+        samples = [*self.sampled_addresses()]
+        for address in samples:
+            driver.copy_to_device(address, written.data_ptr(), _SAMPLE_BYTES, 0)
+        driver.finish(0)
         _, self.first_us = timed_us(self.arena.sleep, self.offload)
         if self.arena.space.pool.stats().total_page_groups:
             raise VTensorError("memory is still there, asleep")
         self.arena.wake()
-        for number, address in enumerate(self.addresses):
-            driver.copy_to_host(host.data_ptr(), address, self.segment_bytes, 0)
+        expected = written if self.offload == "cpu" else torch.zeros_like(written)
+        for address in samples:
+            driver.copy_to_host(read.data_ptr(), address, _SAMPLE_BYTES, 0)
             driver.finish(0)
-            expected = _PATTERN + number % 64 if self.offload == "cpu" else 0
-            if (host != expected).any():
+            if not torch.equal(read, expected):
                 raise VTensorError("what is awake again does not hold what it should")
+
+    def sampled_addresses(self) -> Iterator[int]:
+        """Places in all segments, their ends among them."""
+        for address in self.addresses:
+            yield from range(address, address + self.segment_bytes, _SAMPLE_EVERY_BYTES)
+            yield address + self.segment_bytes - _SAMPLE_BYTES
 
     def measure(self) -> Mapping[str, Sequence[float]]:
         asleep, sleep_us = timed_us(self.arena.sleep, self.offload)
