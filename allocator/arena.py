@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 import threading
-from contextlib import suppress
+from collections.abc import Iterator
+from contextlib import contextmanager, suppress
 from dataclasses import dataclass
 from functools import cached_property
 from typing import Any, Literal
@@ -34,6 +35,7 @@ from vtensor.allocator.words import (
     WAITING_CALLS,
 )
 from vtensor.errors import DriverError, VTensorError
+from vtensor.interrupts import interrupts_held
 from vtensor.units import MIB, format_bytes
 from vtensor.unpicklable import Unpicklable
 
@@ -56,9 +58,9 @@ class MemoryStats:
     asleep_bytes : int
         Of segments whose memory was taken away.
     offloaded_bytes : int
-        Host memory that holds their content.
+        Host memory that holds their content. (When they are awake torch keeps it, pinned, for the next time.)
     peak_reserved_bytes : int
-        The most that was ever reserved.
+        The most that was ever reserved; of several arenas the sum of that, also if it was not at the same time.
     num_segments : int
         Segments that torch has.
     num_failed : int
@@ -96,8 +98,8 @@ class Arena(Unpicklable):
 
     torch takes and returns segments through `allocate_callback` and `free_callback`, from any thread and without the
     GIL. A segment is backed by page groups of the pool, stitched together at neighbouring addresses, in the largest
-    handles that fit; they hold whatever they last held. A segment that torch returns gives its memory back once its
-    stream has done what it was given, as with cudaFree.
+    handles that fit; they hold whatever they last held. A segment that torch returns gives its memory back once the
+    stream for which torch asked for it has done what it was given.
 
     Parameters
     ----------
@@ -129,7 +131,15 @@ class Arena(Unpicklable):
         self.allocate_callback = native.bound(segments.ALLOCATE, address, "int64(int64, int32, int64)")
         self.free_callback = native.bound(segments.FREE, address, "void(int64, int64, int32, int64)")
         self._lock = threading.RLock()
-        self._copies: list[_Copy] | None = None  # while asleep; None: what was there is gone
+        self._is_changing = False
+        self._is_away = False  # whether memory was taken away; if so:
+        self._copies: list[_Copy] | None = None  # None: what was there was dropped
+        with interrupts_held():  # load compiled code now: nobody should wait for it later, or interrupt it
+            outcome = np.zeros(OUTCOME_WORDS, np.int64)
+            segments.fall_asleep(self._words, outcome)
+            segments.map_segments(self._words, outcome)
+            segments.wake_up(self._words, outcome)
+            segments.sweep(self._words, outcome)
 
     def __repr__(self) -> str:
         stats = self.stats()
@@ -183,27 +193,39 @@ class Arena(Unpicklable):
         VTensorError
             No host memory for the content; nothing was changed.
         DriverError
-            The driver refused; nothing was changed, unless the message says so.
+            The driver refused; nothing was changed. Where undoing failed as well, as the message says, the arena is
+            asleep, and nothing is lost.
         """
         if offload not in ("cpu", "discard"):
             raise ValueError(f"offload={offload!r} must be 'cpu' or 'discard'")
         driver = self.space.pool.driver
         driver.check_process()
-        with self._lock:
-            if self.is_asleep:
+        with self._changing():
+            if self._is_away:
                 return 0
-            outcome = np.zeros(OUTCOME_WORDS, np.int64)
+            outcome, copies = np.zeros(OUTCOME_WORDS, np.int64), None
+            driver.finish_device()
             try:
-                segments = self._native.fall_asleep(self._words, outcome)
-                check_outcome(self.space.pool, outcome)
-                driver.finish_device()
-                self._copies = self._copied_out(segments) if offload == "cpu" else None
-                number = self._unmap()
+                with interrupts_held():
+                    segments = self._native.fall_asleep(self._words, outcome)
+                    check_outcome(self.space.pool, outcome)
+                driver.finish_device()  # of what it was given in between
+                if offload == "cpu":
+                    copies = self._copied_out(segments)
+                with interrupts_held():
+                    try:
+                        number = self._unmap()
+                    finally:
+                        if self.space.count_missing(
+                            segments
+                        ):  # also where undoing failed: what is gone is in the copies
+                            self._copies, self._is_away = copies, True
             except BaseException:
-                self._stop_copying()
-                self._copies = None
-                self._native.wake_up(self._words, outcome)
+                if not self._is_away:
+                    self._stop_copying()
+                    self._wake_up()
                 raise
+            self._is_away = True
             self.space.pool.trim_unless_kept()
             return number * self.space.page_group_bytes
 
@@ -224,24 +246,63 @@ class Arena(Unpicklable):
         """
         pool = self.space.pool
         pool.driver.check_process()
-        with self._lock:
-            if not self.is_asleep:
+        with self._changing():
+            if not self._is_away:
+                if self.is_asleep:  # it was interrupted on the way
+                    self._wake_up()
                 return 0
             outcome = np.zeros(OUTCOME_WORDS, np.int64)
             try:
-                segments = self._native.map_segments(self._words, outcome)
-                if outcome[SHORTFALL]:
-                    raise out_of_pages(self.space, "waking up", Shortage(int(outcome[SHORTFALL])))
-                check_outcome(pool, outcome)
+                with interrupts_held():
+                    segments = self._native.map_segments(self._words, outcome)
+                    if outcome[SHORTFALL]:
+                        raise out_of_pages(self.space, "waking up", Shortage(int(outcome[SHORTFALL])))
+                    check_outcome(pool, outcome)
                 self._fill(segments)
             except BaseException:
                 self._stop_copying()
-                self._unmap()
-                pool.trim_unless_kept()
+                with interrupts_held():
+                    self._unmap()
+                    pool.trim_unless_kept()
                 raise
-            self._copies = None
-            self._native.wake_up(self._words, outcome)
+            with interrupts_held():
+                self._wake_up()
+                self._copies, self._is_away = None, False
             return int(segments[:, COUNT].sum()) * self.space.page_group_bytes
+
+    def sweep(self) -> None:
+        """Take away what torch gave back and could not be unmapped at once. Waits for the device, if there is any.
+
+        Raises
+        ------
+        DriverError
+            The driver refuses again.
+        """
+        with self._changing():
+            if self._arrays.header[NUM_LEFT_OVER] and not self.is_asleep:
+                outcome = np.zeros(OUTCOME_WORDS, np.int64)
+                self.space.pool.driver.finish_device()
+                with interrupts_held():
+                    self._native.sweep(self._words, outcome)
+                    check_outcome(self.space.pool, outcome)
+                self.space.pool.trim_unless_kept()
+
+    @contextmanager
+    def _changing(self) -> Iterator[None]:
+        """The time in which one thread changes whether the segments have memory."""
+        with self._lock:
+            if self._is_changing:  # a finalizer, or a signal's handler, in the middle of it
+                raise VTensorError(f"{self!r} is just falling asleep or waking up in this thread")
+            self._is_changing = True
+            try:
+                yield
+            finally:
+                self._is_changing = False
+
+    def _wake_up(self) -> None:
+        outcome = np.zeros(OUTCOME_WORDS, np.int64)
+        with interrupts_held():
+            self._native.wake_up(self._words, outcome)
 
     @cached_property
     def _stream(self) -> int:
@@ -327,8 +388,8 @@ class Arena(Unpicklable):
         covered = np.zeros(self.space.num_places + 1, np.int32)
         np.add.at(covered, starts, 1)
         np.add.at(covered, starts + counts, -1)
-        expected = np.zeros(self.space.num_places, np.bool_) if self.is_asleep else np.cumsum(covered[:-1]) > 0
-        if not np.array_equal(self.space.arrays.table > 0, expected):
+        is_mapped, is_covered = self.space.arrays.table != 0, np.cumsum(covered[:-1]) > 0
+        if (is_mapped & ~is_covered).any() or (not self.is_asleep and (is_covered & ~is_mapped).any()):
             problems.append("mapped places are not those of segments")
         if problems:
             raise VTensorError(f"{self!r}: " + "; ".join(problems))
@@ -343,7 +404,14 @@ class Arena(Unpicklable):
         """
         if self.space.closed:
             return
-        if self._arrays.header[NUM_SEGMENTS]:
-            raise VTensorError(f"{self!r} cannot be closed: torch still has segments; drop their tensors, and trim")
-        self.wake()
-        self.space.close()
+        with self._changing():
+            outcome, was_asleep = np.zeros(OUTCOME_WORDS, np.int64), self.is_asleep
+            self.space.pool.driver.finish_device()
+            with interrupts_held():
+                if len(self._native.fall_asleep(self._words, outcome)):  # from here on none comes
+                    if not was_asleep:
+                        self._wake_up()
+                    raise VTensorError(
+                        f"{self!r} cannot be closed: torch still has segments; drop their tensors, and trim"
+                    )
+                self.space.close()

@@ -349,7 +349,9 @@ def _commit(pool: PoolArrays, space: SpaceArrays, ranges: Int64, is_ahead: bool,
 def map_as_it_is(pool: PoolArrays, space: SpaceArrays, ranges: Int64, outcome: Int64) -> bool:
     """Put page groups below every empty place of the ranges, in service at once, with whatever they last held.
 
-    For who promises nothing of what new memory holds. All of them, or none and False. Within the caller's turn.
+    For who promises nothing of what new memory holds. All of them, or False: then none are in service that were not
+    before, and what is mapped all the same, since it is stuck, is for the caller to take away. Within the caller's
+    turn.
     """
     outcome[:] = 0
     wanted = 0
@@ -362,6 +364,14 @@ def map_as_it_is(pool: PoolArrays, space: SpaceArrays, ranges: Int64, outcome: I
     if wanted > 0 and not _map_missing(pool, space, ranges, wanted, outcome):
         return False
     shift = pool.constants[CLASS_SHIFT]
+    for row in range(len(ranges)):  # what was stuck is mapped, but not open
+        for place in range(ranges[row, FIRST], ranges[row, FIRST] + ranges[row, COUNT]):
+            group = abs(space.table[place]) - 1
+            if head_of(shift, group) == group and pool.content[group] == STUCK_CONTENT:
+                code = _open_run(pool, space, place, 1 << size_class_of(shift, group), WRITABLE)
+                if code != SUCCESS:
+                    outcome[FAILED_CALL], outcome[CODE] = _SET_ACCESS, code
+                    return False
     for row in range(len(ranges)):
         for place in range(ranges[row, FIRST], ranges[row, FIRST] + ranges[row, COUNT]):
             if space.table[place] < 0:

@@ -10,12 +10,13 @@ from __future__ import annotations
 
 import atexit
 import ctypes
+import inspect
 import os
 import threading
 from collections.abc import Callable, Iterator
-from contextlib import AbstractContextManager, ContextDecorator, ExitStack, contextmanager
+from contextlib import AbstractContextManager, ContextDecorator, ExitStack, contextmanager, suppress
 from types import TracebackType
-from typing import Any, Literal
+from typing import Any, Literal, TypeVar
 
 import torch
 
@@ -28,7 +29,11 @@ from vtensor.units import TIB, format_bytes, round_up
 
 __all__ = ["memory_stats", "sleep", "trim", "use_allocator", "wake"]
 
+_MARK = "vtensor: "  # begins what is added to torch's message
 _ADDRESSES = 16  # times the memory of the device: address space is free, and a segment needs a gap of its size
+
+
+_Function = TypeVar("_Function", bound=Callable[..., Any])
 
 
 class _Source:
@@ -38,20 +43,25 @@ class _Source:
         name = f"cuda:{index}"
         total = get_driver(name).memory_info()[1]
         self.tag, self.device = tag, torch.device("cuda", index)
-        self.arena = Arena(_page_pool(name), round_up(_ADDRESSES * total, TIB))
+        self.arena = Arena(_page_pool(index), round_up(_ADDRESSES * total, TIB))
         make: Callable[[int, int], Any] = torch._C._cuda_customAllocator
         self._allocator = make(self.arena.allocate_callback, self.arena.free_callback)
         # MemPools, each for one thread at a time: that nobody is using, and that somebody is.
         self._idle: list[Any] = []
         self._busy: list[Any] = []
-        self._lock = threading.Lock()
-        self._probe()
+        self._lock = threading.RLock()
 
     def __repr__(self) -> str:
         return f"tag {self.tag!r} on {self.device}"
 
-    def _probe(self) -> None:
-        """See that torch asks us, and nobody else."""
+    def probe(self) -> None:
+        """See that torch asks us, and nobody else.
+
+        Raises
+        ------
+        VTensorError
+            It does not.
+        """
         mem_pool = self.take()
         try:
             with torch.cuda.use_mem_pool(mem_pool, self.device):
@@ -69,11 +79,13 @@ class _Source:
         with self._lock:
             if self.arena.is_asleep:
                 raise VTensorError(f"{self} is asleep, and nothing can be allocated there: vt.wake({self.tag!r}) first")
-            if not self._idle:
+            try:
+                mem_pool = self._idle.pop()
+            except IndexError:
                 with torch.cuda.device(self.device):
-                    self._idle.append(torch.cuda.MemPool(self._allocator))
-            self._busy.append(self._idle.pop())
-            return self._busy[-1]
+                    mem_pool = torch.cuda.MemPool(self._allocator)
+            self._busy.append(mem_pool)
+            return mem_pool
 
     def give_back(self, mem_pool: Any) -> None:
         """The end of `take`."""
@@ -92,6 +104,7 @@ class _Source:
             for mem_pool in dropped:
                 _keep_forever(mem_pool)
                 torch._C._cuda_releasePool(self.device.index, mem_pool.id)
+        self.arena.sweep()
 
     def sleep(self, offload: Offload) -> int:
         """Take all memory away, unless somebody allocates."""
@@ -113,6 +126,7 @@ def _keep_forever(value: object) -> None:
 _sources: dict[tuple[str, int], _Source] = {}
 _of_torch: set[str] = set()  # tags that went on with torch's own memory
 _page_pools: dict[str, PagePool] = {}
+_refusals: dict[int, str] = {}  # by device: why it cannot serve
 _lock = threading.RLock()
 
 
@@ -127,17 +141,30 @@ _inherited: tuple[Any, ...] = ()  # kept alive in a child, where they can serve 
 os.register_at_fork(after_in_child=_forget)
 
 
-def _page_pool(name: str) -> PagePool:
+def _page_pool(index: int) -> PagePool:
+    """The pool of all tags on a device; other GPUs reach its memory, as they reach torch's."""
     with _lock:
+        name = f"cuda:{index}"
         if name not in _page_pools:
-            _page_pools[name] = PagePool(name)
+            others = (other for other in range(torch.cuda.device_count()) if other != index)
+            peers = [f"cuda:{other}" for other in others if torch.cuda.can_device_access_peer(other, index)]
+            _page_pools[name] = PagePool(name, peer_devices=peers)
         return _page_pools[name]
 
 
 def _source(tag: str, index: int) -> _Source:
     with _lock:
         if (tag, index) not in _sources:
-            _sources[tag, index] = _Source(tag, index)
+            if index in _refusals:
+                raise VTensorError(_refusals[index])
+            try:
+                source = _Source(tag, index)
+                _keep_forever(source)  # torch may call back as long as the process lives
+                source.probe()
+            except VTensorError as error:
+                _refusals[index] = f"cuda:{index} cannot have its memory mapped by vtensor: {error}"
+                raise VTensorError(_refusals[index]) from error
+            _sources[tag, index] = source
         return _sources[tag, index]
 
 
@@ -163,7 +190,11 @@ class use_allocator(ContextDecorator):
     """Within it, what torch allocates on a CUDA device lies on page groups that can be taken away and put back.
 
     Each of torch's segments is stitched together from page groups at neighbouring addresses. What is allocated within
-    lives on after it, as tensors do. torch's statistics count it as ever.
+    lives on after it, as tensors do. torch's statistics count it as ever. Other processes cannot map it (CUDA IPC).
+
+    torch takes the time in which any thread is within for a graph's capture: on that device, `torch.cuda.empty_cache`
+    then gives back nothing that is cached outside, and tensors with `record_stream` wait for the end of the block to be
+    used again. So put each step of a training into a block, not the whole of it.
 
     Parameters
     ----------
@@ -208,7 +239,16 @@ class use_allocator(ContextDecorator):
                 raise ValueError(f"{name}={value!r} must be {' or '.join(map(repr, values))}")
         self._tag, self._device, self._threads = tag, device, threads
         self._on_unsupported = on_unsupported
-        self._entered: list[tuple[_Source | None, ExitStack]] = []
+        self._entered = _OfThread()
+
+    def __call__(self, function: _Function) -> _Function:
+        """As a decorator of a function that does its work when it is called."""
+        for is_kind in (inspect.isgeneratorfunction, inspect.iscoroutinefunction, inspect.isasyncgenfunction):
+            if is_kind(function):
+                raise TypeError(
+                    f"{function!r} does its work after the call has ended: put `with vt.use_allocator(...)` into it"
+                )
+        return super().__call__(function)
 
     def _recreate_cm(self) -> use_allocator:
         """As a decorator: one of its own for each call, so that a function may call itself, in any thread."""
@@ -217,63 +257,84 @@ class use_allocator(ContextDecorator):
     def __enter__(self) -> None:
         with ExitStack() as stack:
             source = None
-            why = why_not_supported()
-            if why and self._on_unsupported == "raise":
-                raise VTensorError(why)
-            if why:
-                _of_torch.add(self._tag)
-            else:
+            try:
                 source = self._enter(stack)
-            self._entered.append((source, stack.pop_all()))
+            except VTensorError:
+                if self._on_unsupported == "raise" or not why_not_supported(self._device):
+                    raise
+                _of_torch.add(self._tag)
+            self._entered.stack.append((source, stack.pop_all()))
 
     def _enter(self, stack: ExitStack) -> _Source:
-        device = resolve_device("cuda" if self._device is None else torch.device(self._device))
-        if device.type != "cuda":
-            raise ValueError(f"device={self._device!r} must be a CUDA device: torch has no memory pools on others")
-        try:
-            source = _source(self._tag, device.index)
-        except DriverError as error:
-            raise VTensorError(f"{device_name(device)} cannot have its memory mapped by vtensor: {error}") from error
-        if source in _entered_by_thread.sources:
-            stack.enter_context(_noted(source))
-            return source  # the pool is this thread's already
+        if why := why_not_supported():
+            raise VTensorError(why)
+        index = _index_of(self._device)
+        source = _source(self._tag, index)
+        mine = [key for key in _entered_by_thread.stack if key[0].device.index == index]
+        if mine and mine[-1] == (source, self._threads):
+            return source  # its pool is this thread's already
         mem_pool = source.take()
         stack.callback(source.give_back, mem_pool)
+        _settle_libraries(source.device)
         if self._threads == "all":
-            stack.enter_context(_all_threads(mem_pool, device.index))
+            stack.enter_context(_all_threads(mem_pool, index))
         else:
             multithreading: Callable[[bool], AbstractContextManager[None]] = torch.autograd.set_multithreading_enabled
-            stack.enter_context(torch.cuda.use_mem_pool(mem_pool, device))
+            stack.enter_context(torch.cuda.use_mem_pool(mem_pool, source.device))
             stack.enter_context(multithreading(False))
-        stack.enter_context(_noted(source))
-        stack.callback(torch._C._cuda_clearCublasWorkspaces)  # or one that was made within would be put to sleep
+        stack.enter_context(_noted((source, self._threads)))
         return source
 
     def __exit__(
         self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
     ) -> None:
-        source, stack = self._entered.pop()
+        source, stack = self._entered.stack.pop()
         stack.close()
         if source is not None and isinstance(error, torch.OutOfMemoryError) and error.args:
-            error.args = (f"{error.args[0]} {_figures(source)}", *error.args[1:])
+            message = str(error.args[0])
+            if _MARK not in message:
+                with suppress(DriverError):  # the context may be gone; the message is worth more than our figures
+                    error.args = (f"{message} ({_MARK}{_figures(source)})", *error.args[1:])
 
 
-class _Entered(threading.local):
+class _OfThread(threading.local):
+    """A stack for each thread."""
+
     def __init__(self) -> None:
-        self.sources: list[_Source] = []
+        self.stack: list[Any] = []
 
 
-_entered_by_thread = _Entered()
+_entered_by_thread = _OfThread()  # sources, and for which threads
 
 
 @contextmanager
-def _noted(source: _Source) -> Iterator[None]:
+def _noted(key: tuple[_Source, str]) -> Iterator[None]:
     """The time in which a thread's allocations come from there."""
-    _entered_by_thread.sources.append(source)
+    _entered_by_thread.stack.append(key)
     try:
         yield
     finally:
-        _entered_by_thread.sources.remove(source)
+        _entered_by_thread.stack.remove(key)
+
+
+_settled = threading.local()  # streams for which this thread's libraries have what they keep
+
+
+def _settle_libraries(device: torch.device) -> None:
+    """Have cuBLAS allocate now what it keeps for the current stream, and not within: it would be put to sleep."""
+    with torch.cuda.device(device):
+        if torch.cuda.is_current_stream_capturing():
+            return
+        streams = _settled.__dict__.setdefault("streams", set())
+        key = (device.index, torch.cuda.current_stream().cuda_stream)
+        if key not in streams:
+            make_handle: Callable[[], object] = torch.cuda.current_blas_handle
+            make_handle()
+            with torch.no_grad():
+                for dtype in (torch.float32, torch.bfloat16):  # with a bias: cuBLASLt, which has a workspace of its own
+                    x = torch.zeros(16, 16, dtype=dtype, device=device)
+                    torch.addmm(x[0], x, x)
+            streams.add(key)
 
 
 @contextmanager
@@ -291,14 +352,14 @@ def _figures(source: _Source) -> str:
     stats = source.arena.stats()
     free = get_driver(device_name(source.device)).memory_info()[0]
     return (
-        f"(vtensor: {source} has {stats.num_segments} segments of {format_bytes(stats.reserved_bytes)}, was last "
+        f"{source} has {stats.num_segments} segments of {format_bytes(stats.reserved_bytes)}, was last "
         f"refused {format_bytes(source.arena.last_failed_bytes)}, and {format_bytes(free)} of the device are free. "
-        f"vt.trim({source.tag!r}) and torch.cuda.empty_cache(), outside of the block, give back what no tensor uses.)"
+        f"vt.trim({source.tag!r}) and torch.cuda.empty_cache(), outside of the block, give back what no tensor uses."
     )
 
 
-def why_not_supported() -> str:
-    """Why torch cannot be given an allocator here, in one sentence; empty where it can."""
+def why_not_supported(device: torch.device | str | int | None = None) -> str:
+    """Why torch cannot be given an allocator here (for a device, if it was tried), in one sentence; empty if it can."""
     if not hasattr(torch._C, "_cuda_customAllocator"):
         return "this build of torch has no CUDA, and so no memory pools: vt.use_allocator needs a CUDA build"
     if not torch.cuda.is_available():
@@ -306,7 +367,14 @@ def why_not_supported() -> str:
     backend = torch.cuda.get_allocator_backend()
     if backend != "native":
         return f"torch's allocator {backend!r} has no memory pools: start with PYTORCH_CUDA_ALLOC_CONF=backend:native"
-    return ""
+    return _refusals.get(_index_of(device), "")
+
+
+def _index_of(device: torch.device | str | int | None) -> int:
+    resolved = resolve_device("cuda" if device is None else torch.device(device))
+    if resolved.type != "cuda":
+        raise ValueError(f"device={device!r} must be a CUDA device: torch has no memory pools on others")
+    return int(resolved.index)
 
 
 # -- by tag -----------------------------------------------------------------------------------------------------------
@@ -364,9 +432,10 @@ def wake(tag: str) -> int:
 
 
 def trim(tag: str | None = None) -> int:
-    """Give back what torch has cached of a tag's memory (of all tags'), and nobody uses. Waits for the device.
+    """Give back whole segments that torch has cached of a tag's memory (of all tags'), and no tensor uses.
 
-    Also has torch empty its other caches (`torch.cuda.empty_cache`).
+    Also has torch empty its other caches (`torch.cuda.empty_cache`), as far as nobody is within `use_allocator` or
+    captures a graph. A segment that any tensor uses stays, and new tensors do not get what is left of it.
 
     Returns
     -------

@@ -26,6 +26,7 @@ from vtensor.allocator.words import (
     FIRST,
     FIRST_FREE,
     IS_ASLEEP,
+    IS_CAPTURING,
     KEEPS_FREE,
     LARGEST,
     LARGEST_SIZE_CLASS,
@@ -43,7 +44,17 @@ from vtensor.allocator.words import (
     WAITING_CALLS,
 )
 
-__all__ = ["ALLOCATE", "ARENA_WORDS", "FREE", "ArenaArrays", "all_segments", "fall_asleep", "map_segments", "wake_up"]
+__all__ = [
+    "ALLOCATE",
+    "ARENA_WORDS",
+    "FREE",
+    "ArenaArrays",
+    "all_segments",
+    "fall_asleep",
+    "map_segments",
+    "sweep",
+    "wake_up",
+]
 
 Int64 = npt.NDArray[np.int64]
 Int32 = npt.NDArray[np.int32]
@@ -97,10 +108,11 @@ def _allocate(words: Int64, size_bytes: int) -> int:
     """The address of a new segment, 0 where there is no memory for it, or none may be taken."""
     pool, space, arena = pool_at(words), _space_in(words), _arena_in(words)
     size = pool.constants[PAGE_GROUP_BYTES]
-    count = max(1, (size_bytes + size - 1) // size)
+    is_possible = 0 <= size_bytes <= len(arena.lengths) * size
+    count = max(1, (size_bytes + size - 1) // size) if is_possible else 0
     outcome, address = np.zeros(OUTCOME_WORDS, np.int64), 0
     take_turn(pool)
-    first = -1 if arena.header[IS_ASLEEP] else _find(arena, count)
+    first = -1 if arena.header[IS_ASLEEP] or not is_possible else _find(arena, count)
     if first >= 0 and map_as_it_is(pool, space, _range_of(first, count), outcome):
         arena.lengths[first] = count
         if first == arena.header[FIRST_FREE]:
@@ -112,6 +124,9 @@ def _allocate(words: Int64, size_bytes: int) -> int:
     else:
         arena.header[NUM_FAILED] += 1
         arena.header[FAILED_BYTES] = size_bytes
+        if first >= 0 and (space.table[first : first + count] != 0).any():  # undoing failed as well
+            arena.lengths[first] = -count
+            arena.header[NUM_LEFT_OVER] += 1
     end_turn(pool)
     return int(address)
 
@@ -121,11 +136,15 @@ def _finish(calls: Int64, stream: int) -> bool:
     """Wait for a stream, as cudaFree would; False where that cannot be, as it is being captured."""
     if calls[FINISH_STREAM] == 0:
         return True
-    mode, context = np.full(1, _RELAXED, np.int32), np.zeros(1, np.int64)
+    mode, context, capture = np.full(1, _RELAXED, np.int32), np.zeros(1, np.int64), np.zeros(1, np.int32)
     if call(calls[PUSH_CONTEXT], (calls[CONTEXT],)) != SUCCESS:  # the stream may be the context's default
         return False
     call(calls[CAPTURE_MODE], (mode.ctypes.data,))  # so that no other thread's capture need mind
-    code = call(calls[FINISH_STREAM], (stream,))
+    code = call(calls[IS_CAPTURING], (stream, capture.ctypes.data))
+    if code == SUCCESS and capture[0] != 0:  # to wait for it would end the capture
+        code = -1
+    if code == SUCCESS:
+        code = call(calls[FINISH_STREAM], (stream,))
     call(calls[CAPTURE_MODE], (mode.ctypes.data,))
     call(calls[POP_CONTEXT], (context.ctypes.data,))
     return bool(code == SUCCESS)
@@ -182,6 +201,17 @@ def _sweep(pool: PoolArrays, space: SpaceArrays, arena: ArenaArrays, outcome: In
             _forget_segment(arena, place)
             arena.header[NUM_LEFT_OVER] -= 1
         place += max(abs(length), 1)
+
+
+@compiled
+def sweep(words: Int64, outcome: Int64) -> None:
+    """Take away what torch gave back and could not be unmapped then. The device has finished with it. Takes a turn."""
+    pool, space, arena = pool_at(words), _space_in(words), _arena_in(words)
+    take_turn(pool)
+    outcome[:] = 0
+    if not arena.header[IS_ASLEEP]:
+        _sweep(pool, space, arena, outcome)
+    end_turn(pool)
 
 
 @compiled

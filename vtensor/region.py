@@ -92,7 +92,7 @@ class Region(Unpicklable):
         self.num_writes = 0  # operations that wrote to it, of those that said so
         # By stream that may still be zeroing what it committed: the event after it, or None: nobody wanted one yet.
         self._zeroing: dict[int, DeviceEvent | None] = {}
-        self._zeroing_lock = threading.Lock()
+        self._zeroing_lock = threading.RLock()  # a finalizer may come back in the middle
         # In the mapper's stream, after all that was asked for ahead until then: how often that was, and the event.
         self._mapper_mark: tuple[int, DeviceEvent] | None = None
         self._zero_calls_seen = 0  # of the pool's, when the mapper's stream was last found idle
@@ -332,7 +332,9 @@ class Region(Unpicklable):
         with self._zeroing_lock:
             for stream, noted in list(self._zeroing.items()):
                 event = noted or self.streams.event(stream)
-                if event is None or event.query():
+                if event is None:
+                    continue  # it is being captured: ask again
+                if event.query():
                     del self._zeroing[stream]
                     continue
                 self._zeroing[stream] = event

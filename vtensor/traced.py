@@ -489,7 +489,10 @@ def _keep_calls() -> str:
 
 
 def _keep_from_cuda_graphs() -> None:
-    """Have Inductor leave calls out of its CUDA graphs: what they are wrapped in for their effects hides their tag."""
+    """Have Inductor leave calls out of its CUDA graphs: what they are wrapped in for their effects hides their tag.
+
+    So all operators with ordered effects are left out from then on, of whatever library; none belongs there.
+    """
     inductor: Any = sys.modules.get("torch._inductor.utils")  # not there: no CUDA graphs
     left_out = getattr(inductor, "FORBIDDEN_CUDAGRAPH_OPS", None)
     if left_out is not None and "with_effects" not in left_out:

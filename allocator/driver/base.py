@@ -160,9 +160,9 @@ class Driver(Unpicklable, ABC):
         ctypes.memmove(address, host_address, size_bytes)
 
     @property
-    def waiting_calls(self) -> tuple[int, int, int, int, int]:
+    def waiting_calls(self) -> tuple[int, ...]:
         """With what compiled code waits for a stream: a context, and addresses of the calls of `words`; 0 on a host."""
-        return 0, 0, 0, 0, 0
+        return 0, 0, 0, 0, 0, 0
 
     # -- the calls ----------------------------------------------------------------------------------------------
 

@@ -164,13 +164,14 @@ class CudaDriver(Driver):
             _unwrap("cuMemcpyHtoDAsync", cu.cuMemcpyHtoDAsync(address, host_address, size_bytes, stream))
 
     @property
-    def waiting_calls(self) -> tuple[int, int, int, int, int]:
+    def waiting_calls(self) -> tuple[int, ...]:
         """With what compiled code waits for a stream: the context, and addresses of the calls of `words`."""
         return (
             int(self._context),
             _entry_point("cuCtxPushCurrent"),
             _entry_point("cuCtxPopCurrent"),
             _entry_point("cuThreadExchangeStreamCaptureMode"),
+            _entry_point("cuStreamIsCapturing"),
             _entry_point("cuStreamSynchronize"),
         )
 

@@ -5,6 +5,7 @@ from __future__ import annotations
 import ctypes
 import gc
 import random
+import signal
 from collections.abc import Callable
 from typing import Any
 
@@ -121,6 +122,14 @@ def test_addresses_are_used_again(make_torch: MakeTorch) -> None:
     assert one.allocate(12 * one.size) == a
 
 
+@pytest.mark.parametrize("size_bytes", [-1, -(1 << 63), (1 << 63) - 1])
+def test_absurd_sizes_are_null(size_bytes: int, make_torch: MakeTorch) -> None:
+    one = make_torch()
+    assert one.allocate(size_bytes) == 0
+    assert one.arena.stats().num_failed == 1
+    assert one.arena.stats().committed_bytes == 0
+
+
 @pytest.mark.parametrize("size_bytes", [65, 257, 1 << 40])
 def test_what_cannot_be_had_is_null(size_bytes: int, make_torch: MakeTorch) -> None:
     one = make_torch()
@@ -153,6 +162,28 @@ def test_a_driver_that_fails_is_null(call: Call, nth: int, make_torch: MakeTorch
     assert (address == 0) == (calls.count(call) >= nth)
     one.arena.check_integrity()
     assert one.allocate(3 * one.size)
+
+
+def test_what_is_stuck_is_never_handed_out_closed(make_torch: MakeTorch) -> None:
+    one = make_torch()
+    with fail(one.driver, Call.SET_ACCESS, 1, BROKEN), fail(one.driver, Call.UNMAP, 1, BROKEN):
+        assert one.allocate(3 * one.size) == 0
+    one.arena.check_integrity()
+    assert one.arena.stats().committed_bytes == 3 * one.size
+    a = one.allocate(3 * one.size)
+    one.write(a, 3 * one.size, 7)
+    assert one.read(a, 3 * one.size) == {7}
+    one.arena.sweep()
+    one.arena.check_integrity()
+    assert one.arena.stats().committed_bytes == 3 * one.size
+    one.arena.sleep()
+    broken = fail(one.driver, Call.SET_ACCESS, 1, BROKEN), fail(one.driver, Call.UNMAP, 1, BROKEN, times=2)
+    with broken[0], broken[1], pytest.raises(DriverError):
+        one.arena.wake()
+    assert one.arena.is_asleep
+    one.arena.check_integrity()
+    assert one.arena.wake() == 3 * one.size
+    assert one.read(a, 3 * one.size) == {7}
 
 
 def test_large_segments_take_large_handles(make_torch: MakeTorch) -> None:
@@ -294,6 +325,7 @@ def test_a_sleeper_may_be_closed_once_it_is_empty(make_torch: MakeTorch) -> None
     one.arena.close()
     one.arena.close()
     assert one.arena.space.closed
+    assert one.allocate(1) == 0  # torch may call at any time
 
 
 def test_bad_arguments(make_torch: MakeTorch) -> None:
@@ -362,6 +394,88 @@ def test_a_segment_that_cannot_be_unmapped_goes_later(make_torch: MakeTorch) -> 
     one.arena.check_integrity()
     one.arena.wake()
     assert one.allocate(2 * one.size) == a
+
+
+def test_what_is_left_over_can_be_swept(make_torch: MakeTorch) -> None:
+    one = make_torch(capacity=None)
+    address = one.allocate(2 * one.size)
+    with fail(one.driver, Call.UNMAP, 1, BROKEN):
+        one.free(address)
+    with fail(one.driver, Call.UNMAP, 1, BROKEN), pytest.raises(DriverError):
+        one.arena.sweep()
+    one.arena.check_integrity()
+    one.arena.sweep()
+    one.arena.sweep()
+    assert one.arena.space.pool.stats().total_page_groups == one.arena.stats().committed_bytes == 0
+    assert one.allocate(1) == address
+
+
+def test_where_undoing_fails_too_nothing_is_lost(make_torch: MakeTorch) -> None:
+    one = make_torch()
+    addresses = [one.allocate(2 * one.size) for _ in range(3)]
+    for value, address in enumerate(addresses):
+        one.write(address, 2 * one.size, value + 1)
+    one.free(addresses.pop(1))
+    broken = fail(one.driver, Call.UNMAP, 2, BROKEN), fail(one.driver, Call.MAP, 1, BROKEN)
+    with broken[0], broken[1], pytest.raises(DriverError, match="undoing failed as well"):
+        one.arena.sleep()
+    assert one.arena.is_asleep
+    one.arena.check_integrity()
+    assert one.arena.wake() == 4 * one.size
+    assert [one.read(address, 2 * one.size) for address in addresses] == [{1}, {3}]
+
+
+@pytest.mark.parametrize("offload", ["cpu", "discard"])
+def test_interrupts_lose_nothing(offload: Any, make_torch: MakeTorch) -> None:
+    """A signal at some moment of sleep or wake, whose handler raises; then the other way round."""
+    one = make_torch()
+    addresses = [one.allocate(2 * one.size) for _ in range(6)]
+    num_interrupted, value = 0, 0
+    old = signal.signal(signal.SIGALRM, signal.default_int_handler)
+    chance = random.Random(11)
+    try:
+        for _ in range(400):
+            if not one.arena.is_asleep:
+                value = value % 200 + 1
+                for address in addresses:
+                    one.write(address, one.size, value)
+            was_asleep = one.arena.is_asleep
+            try:
+                signal.setitimer(signal.ITIMER_REAL, chance.uniform(1e-6, 2e-3))
+                (one.arena.wake if was_asleep else lambda: one.arena.sleep(offload))()
+                signal.setitimer(signal.ITIMER_REAL, 0)
+            except KeyboardInterrupt:
+                num_interrupted += 1
+            signal.setitimer(signal.ITIMER_REAL, 0)
+            one.arena.check_integrity()
+            if not one.arena.is_asleep:
+                expected = {value, 0} if offload == "discard" else {value}
+                assert all(one.read(address, one.size) <= expected for address in addresses)
+    finally:
+        signal.setitimer(signal.ITIMER_REAL, 0)
+        signal.signal(signal.SIGALRM, old)
+    assert num_interrupted > 10
+
+
+def test_who_comes_back_in_the_middle_is_refused(make_torch: MakeTorch, monkeypatch: pytest.MonkeyPatch) -> None:
+    one = make_torch()
+    address = one.allocate(2 * one.size)
+    one.write(address, 2 * one.size, 9)
+    copy, refused = one.driver.copy_to_host, []
+
+    def copy_and_come_back(*args: Any) -> None:
+        for use in (one.arena.wake, one.arena.sleep, one.arena.sweep):
+            with pytest.raises(VTensorError, match="just falling asleep or waking up"):
+                use()
+            refused.append(use)
+        copy(*args)
+
+    monkeypatch.setattr(one.driver, "copy_to_host", copy_and_come_back)
+    one.arena.sleep()
+    monkeypatch.undo()
+    assert len(refused) == 3
+    one.arena.wake()
+    assert one.read(address, 2 * one.size) == {9}
 
 
 def test_without_host_memory_it_stays_awake(make_torch: MakeTorch, monkeypatch: pytest.MonkeyPatch) -> None:

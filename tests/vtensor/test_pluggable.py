@@ -79,6 +79,32 @@ def test_without_cuda_one_sentence_says_why_and_code_can_go_on() -> None:
     assert x.sum() == 3
 
 
+@pytest.mark.skipif(torch.cuda.is_available(), reason="there is a GPU")
+def test_one_object_in_threads_and_in_itself() -> None:
+    context = vt.use_allocator("without cuda", on_unsupported="torch")
+    meet = threading.Barrier(2, timeout=20)
+
+    def work() -> None:
+        for _ in range(3):
+            with context, context:
+                meet.wait()
+
+    in_threads(work, work)
+    assert not context._entered.stack
+
+
+def test_what_works_later_is_refused() -> None:
+    def generate() -> Iterator[int]:
+        yield 1
+
+    async def fetch() -> None:
+        pass
+
+    for function in (generate, fetch):
+        with pytest.raises(TypeError, match="does its work after the call has ended"):
+            vt.use_allocator("w")(function)
+
+
 def test_statistics_add_up() -> None:
     one = vt.MemoryStats(1, 2, 3, 4, 5, 6, 7)
     assert one + one == vt.MemoryStats(2, 4, 6, 8, 10, 12, 14)
@@ -135,8 +161,10 @@ def test_the_innermost_tag_counts(tag: str) -> None:
             with vt.use_allocator(other):
                 c = large()
             d = large()
+            with vt.use_allocator(tag):
+                e = large()
         a = large()
-    assert [lies_in(tag, x) for x in (a, b, c, d)] == [True, False, False, False]
+    assert [lies_in(tag, x) for x in (a, b, c, d, e)] == [True, False, False, False, True]
     assert all(lies_in(other, x) for x in (b, c, d))
 
 
@@ -171,15 +199,19 @@ def test_bad_devices() -> None:
 @pytest.mark.gpu
 def test_two_threads_at_once(tag: str) -> None:
     meet = threading.Barrier(2, timeout=20)
+    with vt.use_allocator(tag):
+        pass
 
     def work() -> None:
         with vt.use_allocator(tag):
             meet.wait()
             x = large()
+            assert len(pluggable._sources[tag, 0]._busy) == 2
             meet.wait()
         assert lies_in(tag, x)
 
     in_threads(work, work)
+    assert not pluggable._sources[tag, 0]._busy
 
 
 # -- asleep -----------------------------------------------------------------------------------------------------------
@@ -363,14 +395,17 @@ def test_trim_gives_back_what_no_tensor_uses(tag: str) -> None:
 @pytest.mark.gpu
 def test_memory_goes_back_only_once_kernels_are_done_with_it(tag: str) -> None:
     result = torch.zeros(8 * MIB, device="cuda")
-    for _ in range(3):
+    for value in (2.0, 3.0, 4.0):
         with vt.use_allocator(tag):
-            x = large(2.0)
+            x = large(value)
         torch.cuda._sleep(100_000_000)  # type: ignore[no-untyped-call]
         result.copy_(x)
         del x
         vt.trim(tag)
-        assert (result == 2).all()
+        with vt.use_allocator(tag):
+            other = large(-1.0)
+        assert (result == value).all()
+        del other
 
 
 @pytest.mark.gpu
