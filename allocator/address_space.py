@@ -100,6 +100,7 @@ class AddressSpace(Unpicklable):
         self.has_readable_holes = readable_holes and pool.driver.has_readable_holes
         self.reservation = Reservation(pool.driver, size_bytes, readable_holes=self.has_readable_holes)
         self.num_places = self.reservation.size_bytes // pool.page_group_bytes
+        self.num_asleep = 0  # page groups that its owner took away, and will want back
         self._plan: Any = plan
         self._lock = threading.RLock()
         try:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 import threading
 from collections.abc import Iterator
 from contextlib import contextmanager, suppress
@@ -12,6 +13,7 @@ from typing import Any, Literal
 import numpy as np
 import numpy.typing as npt
 import torch
+from torch.utils._python_dispatch import _disable_current_modes
 
 from vtensor.allocator.address_space import AddressSpace, Shortage, check_outcome, out_of_pages
 from vtensor.allocator.page_pool import PagePool
@@ -30,6 +32,7 @@ from vtensor.allocator.words import (
     NUM_SEGMENTS,
     NUM_WAITING_CALLS,
     OUTCOME_WORDS,
+    PROCESS_ID,
     SEGMENT_PLACES,
     SHORTFALL,
     WAITING_CALLS,
@@ -124,7 +127,7 @@ class Arena(Unpicklable):
             np.zeros(ARENA_HEADER_WORDS, np.int64), native.sparse_array(self.space.num_places, np.int32)
         )
         header = self._arrays.header
-        header[KEEPS_FREE] = pool.keeps_free_page_groups
+        header[KEEPS_FREE], header[PROCESS_ID] = pool.keeps_free_page_groups, os.getpid()
         header[WAITING_CALLS : WAITING_CALLS + NUM_WAITING_CALLS] = pool.driver.waiting_calls
         self._words = np.concatenate([self.space.words, native.packed(self._arrays)])
         address = int(self._words.ctypes.data)
@@ -193,8 +196,10 @@ class Arena(Unpicklable):
         VTensorError
             No host memory for the content; nothing was changed.
         DriverError
-            The driver refused; nothing was changed. Where undoing failed as well, as the message says, the arena is
-            asleep, and nothing is lost.
+            The driver refused; nothing was changed. Where undoing failed as well, as the message says, or free memory
+            could not be released, the arena is asleep, and nothing is lost.
+        ClosedError
+            The arena was closed.
         """
         if offload not in ("cpu", "discard"):
             raise ValueError(f"offload={offload!r} must be 'cpu' or 'discard'")
@@ -216,10 +221,9 @@ class Arena(Unpicklable):
                     try:
                         number = self._unmap()
                     finally:
-                        if self.space.count_missing(
-                            segments
-                        ):  # also where undoing failed: what is gone is in the copies
+                        if self.space.count_missing(segments):  # so too where undoing failed: the copies have it
                             self._copies, self._is_away = copies, True
+                            self.space.num_asleep = int(segments[:, COUNT].sum())
             except BaseException:
                 if not self._is_away:
                     self._stop_copying()
@@ -263,11 +267,12 @@ class Arena(Unpicklable):
                 self._stop_copying()
                 with interrupts_held():
                     self._unmap()
-                    pool.trim_unless_kept()
+                    with suppress(DriverError):  # what went wrong first is worth more
+                        pool.trim_unless_kept()
                 raise
             with interrupts_held():
                 self._wake_up()
-                self._copies, self._is_away = None, False
+                self._copies, self._is_away, self.space.num_asleep = None, False, 0
             return int(segments[:, COUNT].sum()) * self.space.page_group_bytes
 
     def sweep(self) -> None:
@@ -293,6 +298,7 @@ class Arena(Unpicklable):
         with self._lock:
             if self._is_changing:  # a finalizer, or a signal's handler, in the middle of it
                 raise VTensorError(f"{self!r} is just falling asleep or waking up in this thread")
+            self.space.check_open()
             self._is_changing = True
             try:
                 yield
@@ -313,7 +319,7 @@ class Arena(Unpicklable):
         driver, size = self.space.pool.driver, self.space.page_group_bytes
         left = int(segments[:, COUNT].sum()) * size
         copies: list[_Copy] = []
-        buffer, offset = torch.empty(0, dtype=torch.uint8, device="cpu"), 0
+        buffer, offset = self._host_buffer(0), 0
         for first, count in segments[:, [FIRST, COUNT]].tolist():
             address, end = self.space.base + first * size, self.space.base + (first + count) * size
             while address < end:
@@ -329,7 +335,8 @@ class Arena(Unpicklable):
     def _host_buffer(self, size_bytes: int) -> torch.Tensor:
         is_gpu = self.space.pool.driver.kind == "cuda"
         try:
-            return torch.empty(size_bytes, dtype=torch.uint8, device="cpu", pin_memory=is_gpu)
+            with torch._C.DisableTorchFunction(), _disable_current_modes():  # real memory, and none of ours
+                return torch.empty(size_bytes, dtype=torch.uint8, device="cpu", pin_memory=is_gpu)
         except RuntimeError as error:
             raise VTensorError(
                 f"{format_bytes(size_bytes)} of host memory for what {self!r} holds cannot be had: {error}. Nothing "

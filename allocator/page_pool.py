@@ -35,6 +35,8 @@ _MOST_PAGE_GROUPS = 1 << 30  # their numbers have 31 bits
 class MappingOwner(Protocol):
     """Whoever maps a pool's page groups: an `AddressSpace`."""
 
+    num_asleep: int
+
     def mapped_page_groups(self) -> npt.NDArray[np.int32]:
         """Page groups in the order of their places; a page group mapped twice comes twice."""
 
@@ -306,7 +308,7 @@ class PagePool(Unpicklable):
         Raises
         ------
         VTensorError
-            Page groups are still mapped; close the caches and tensors that use the pool first.
+            Page groups are still mapped, or asleep; close the caches and tensors that use the pool first.
         """
         if not self.closed:
             self.driver.check_process()
@@ -328,6 +330,11 @@ class PagePool(Unpicklable):
             self.check_open()
             for space in list(self._spaces):
                 space.settle()
+            if asleep := sum(space.num_asleep for space in list(self._spaces)):
+                raise VTensorError(
+                    f"page pool of {self.driver.device} has {asleep} page groups asleep, which somebody will want "
+                    "back; wake them, or close their owner, first"
+                )
             header = self.arrays.header
             capacity = int(header[words.CAPACITY]) - bool(header[words.ZEROS_GROUP])
             with interrupts_held():

@@ -19,6 +19,7 @@ from types import TracebackType
 from typing import Any, Literal, TypeVar
 
 import torch
+from torch.utils._python_dispatch import _disable_current_modes
 
 from vtensor.allocator.arena import Arena, MemoryStats, Offload
 from vtensor.allocator.driver import get_driver
@@ -64,7 +65,7 @@ class _Source:
         """
         mem_pool = self.take()
         try:
-            with torch.cuda.use_mem_pool(mem_pool, self.device):
+            with _real(), torch.cuda.use_mem_pool(mem_pool, self.device):
                 torch.empty(1, device=self.device)
             if self.arena.stats().num_segments != 1:
                 raise VTensorError(
@@ -117,6 +118,13 @@ class _Source:
         """Have the interpreter's end leave the pools alone: torch would give back what kernels may be using."""
         for mem_pool in (*self._idle, *self._busy):
             _keep_forever(mem_pool)
+
+
+@contextmanager
+def _real() -> Iterator[None]:
+    """Within it, no mode has tensors be something else."""
+    with torch._C.DisableTorchFunction(), _disable_current_modes():
+        yield
 
 
 def _keep_forever(value: object) -> None:
@@ -175,6 +183,8 @@ def _leave_all() -> None:
 
 
 def _sources_of(tag: str | None) -> list[_Source]:
+    if tag is not None and not isinstance(tag, str):
+        raise ValueError(f"tag={tag!r} must be a string, as given to vt.use_allocator")
     with _lock:
         found = [source for (name, _), source in _sources.items() if tag in (None, name)]
         tags = sorted({name for name, _ in _sources})
@@ -194,7 +204,9 @@ class use_allocator(ContextDecorator):
 
     torch takes the time in which any thread is within for a graph's capture: on that device, `torch.cuda.empty_cache`
     then gives back nothing that is cached outside, and tensors with `record_stream` wait for the end of the block to be
-    used again. So put each step of a training into a block, not the whole of it.
+    used again. So put each step of a training into a block, not the whole of it. And what a library allocates within
+    and keeps, sleeps with the rest: cuBLAS's workspace for this thread's current stream is made before, so that it does
+    not; others' are not (with `torch.cuda.stream(...)` within, or in other threads).
 
     Parameters
     ----------
@@ -237,6 +249,12 @@ class use_allocator(ContextDecorator):
         ):
             if value not in values:
                 raise ValueError(f"{name}={value!r} must be {' or '.join(map(repr, values))}")
+        try:
+            kind = "cuda" if device is None or isinstance(device, int) else torch.device(device).type
+        except (RuntimeError, TypeError) as error:
+            raise ValueError(f"device={device!r} is no device that torch knows: use 'cuda:<index>'") from error
+        if kind != "cuda":
+            raise ValueError(f"device={device!r} must be a CUDA device: torch has no memory pools on others")
         self._tag, self._device, self._threads = tag, device, threads
         self._on_unsupported = on_unsupported
         self._entered = _OfThread()
@@ -288,6 +306,8 @@ class use_allocator(ContextDecorator):
     def __exit__(
         self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
     ) -> None:
+        if not self._entered.stack:
+            raise RuntimeError("vt.use_allocator was left before it was entered in this thread")
         source, stack = self._entered.stack.pop()
         stack.close()
         if source is not None and isinstance(error, torch.OutOfMemoryError) and error.args:
@@ -330,7 +350,7 @@ def _settle_libraries(device: torch.device) -> None:
         if key not in streams:
             make_handle: Callable[[], object] = torch.cuda.current_blas_handle
             make_handle()
-            with torch.no_grad():
+            with _real(), torch.no_grad():
                 for dtype in (torch.float32, torch.bfloat16):  # with a bias: cuBLASLt, which has a workspace of its own
                     x = torch.zeros(16, 16, dtype=dtype, device=device)
                     torch.addmm(x[0], x, x)
@@ -371,10 +391,7 @@ def why_not_supported(device: torch.device | str | int | None = None) -> str:
 
 
 def _index_of(device: torch.device | str | int | None) -> int:
-    resolved = resolve_device("cuda" if device is None else torch.device(device))
-    if resolved.type != "cuda":
-        raise ValueError(f"device={device!r} must be a CUDA device: torch has no memory pools on others")
-    return int(resolved.index)
+    return int(resolve_device("cuda" if device is None else torch.device(device)).index)
 
 
 # -- by tag -----------------------------------------------------------------------------------------------------------
@@ -408,7 +425,7 @@ def sleep(tag: str, offload: Offload = "cpu") -> int:
     """
     if offload not in ("cpu", "discard"):
         raise ValueError(f"offload={offload!r} must be 'cpu' or 'discard'")
-    sources = _sources_of(tag)
+    sources = _sources_of(_named(tag))
     _give_back_unused(sources)  # it need not be copied
     return sum(source.sleep(offload) for source in sources)
 
@@ -428,7 +445,14 @@ def wake(tag: str) -> int:
     OutOfPagesError
         Not enough memory; the tag sleeps on (on that device), and nothing is lost.
     """
-    return sum(source.arena.wake() for source in _sources_of(tag))
+    return sum(source.arena.wake() for source in _sources_of(_named(tag)))
+
+
+def _named(tag: str) -> str:
+    """A tag, where all of them would be too many."""
+    if tag is None:
+        raise ValueError("tag=None must be a string, as given to vt.use_allocator")
+    return tag
 
 
 def trim(tag: str | None = None) -> int:

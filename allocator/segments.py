@@ -11,6 +11,7 @@ from typing import NamedTuple
 
 import numpy as np
 import numpy.typing as npt
+from numba import types
 
 from vtensor.allocator.driver.base import SUCCESS
 from vtensor.allocator.handles import POOL_WORDS, PoolArrays, end_turn, pool_at, release_free, take_turn
@@ -38,6 +39,7 @@ from vtensor.allocator.words import (
     OUTCOME_WORDS,
     PAGE_GROUP_BYTES,
     POP_CONTEXT,
+    PROCESS_ID,
     PUSH_CONTEXT,
     RANGE_WORDS,
     SEGMENT_PLACES,
@@ -59,6 +61,7 @@ __all__ = [
 Int64 = npt.NDArray[np.int64]
 Int32 = npt.NDArray[np.int32]
 
+_getpid = types.ExternalFunction("getpid", types.int32())
 _RELAXED = 2  # CU_STREAM_CAPTURE_MODE_RELAXED
 
 
@@ -108,7 +111,7 @@ def _allocate(words: Int64, size_bytes: int) -> int:
     """The address of a new segment, 0 where there is no memory for it, or none may be taken."""
     pool, space, arena = pool_at(words), _space_in(words), _arena_in(words)
     size = pool.constants[PAGE_GROUP_BYTES]
-    is_possible = 0 <= size_bytes <= len(arena.lengths) * size
+    is_possible = 0 <= size_bytes <= len(arena.lengths) * size and _getpid() == arena.header[PROCESS_ID]
     count = max(1, (size_bytes + size - 1) // size) if is_possible else 0
     outcome, address = np.zeros(OUTCOME_WORDS, np.int64), 0
     take_turn(pool)
@@ -161,11 +164,15 @@ def _forget_segment(arena: ArenaArrays, first: int) -> None:
 def _free(words: Int64, address: int, stream: int) -> None:
     """Take a segment away, once its stream has done what it was given."""
     pool, space, arena = pool_at(words), _space_in(words), _arena_in(words)
+    if _getpid() != arena.header[PROCESS_ID]:  # a forked child must not touch the parent's memory
+        return
     is_idle = _finish(arena.header[WAITING_CALLS : WAITING_CALLS + NUM_WAITING_CALLS], stream)
     outcome = np.zeros(OUTCOME_WORDS, np.int64)
     take_turn(pool)
-    first = (address - space.base) // pool.constants[PAGE_GROUP_BYTES]
-    count = 0 if first < 0 or first >= len(arena.lengths) else arena.lengths[first]
+    size, offset = pool.constants[PAGE_GROUP_BYTES], address - space.base
+    first = offset // size
+    is_place = offset >= 0 and first < len(arena.lengths) and offset == first * size
+    count = arena.lengths[first] if is_place else 0
     if count > 0:
         arena.header[NUM_SEGMENTS] -= 1
         arena.header[SEGMENT_PLACES] -= count

@@ -39,8 +39,8 @@ ZEROS, UNKNOWN_CONTENT, STUCK_CONTENT = 0, -1, -2
 
 # An arena's header: whether its memory is away; the first place that may be free; segments that are there, their
 # places, and the most that there ever were; allocations that failed, and the bytes that the last of them asked for;
-# whether free memory stays in the pool; segments that torch gave back but that could not be unmapped; and where the
-# device's context and the calls lie with which to wait for a stream (`Driver.waiting_calls`).
+# whether free memory stays in the pool; segments that torch gave back but that could not be unmapped; the process that
+# it serves; and where the device's context and the calls lie with which to wait for a stream (`Driver.waiting_calls`).
 (
     IS_ASLEEP,
     FIRST_FREE,
@@ -51,8 +51,9 @@ ZEROS, UNKNOWN_CONTENT, STUCK_CONTENT = 0, -1, -2
     FAILED_BYTES,
     KEEPS_FREE,
     NUM_LEFT_OVER,
+    PROCESS_ID,
     WAITING_CALLS,
-) = range(10)
-ARENA_HEADER_WORDS = 16
+) = range(11)
+ARENA_HEADER_WORDS = 24
 # From WAITING_CALLS on; all 0 on a host.
 CONTEXT, PUSH_CONTEXT, POP_CONTEXT, CAPTURE_MODE, IS_CAPTURING, FINISH_STREAM, NUM_WAITING_CALLS = 0, 1, 2, 3, 4, 5, 6

@@ -98,6 +98,11 @@ def _along_from_both_ends(tensor: torch.Tensor, dim: Any, index: torch.Tensor) -
     return _along(tensor, dim, index, wraps=True)
 
 
+def _along_reduced(tensor: torch.Tensor, dim: Any, index: torch.Tensor, include_self: Any) -> _Parts | None:
+    """As `_along`. Without the values that were there a host's kernel fills first, from the end too, then looks."""
+    return _along(tensor, dim, index, wraps=include_self is False and tensor.device.type == "cpu")
+
+
 def _along_elements(tensor: torch.Tensor, dim: Any, index: torch.Tensor) -> _Parts | None:
     """Elements, each at its own place along a dimension."""
     if not isinstance(dim, int) or index.dim() != tensor.dim() or tensor.dim() == 0:
@@ -191,9 +196,10 @@ _OPERATORS: dict[str, tuple[tuple[str, ...], Callable[..., _Parts | None]]] = {
     **dict.fromkeys(("aten::index", "aten::_unsafe_index"), (("indices",), _by_indices)),
     **dict.fromkeys(("aten::index_put_", "aten::_index_put_impl_"), (("indices",), _by_indices)),
     **dict.fromkeys(
-        ("aten::index_select", "aten::index_copy_", "aten::index_add_", "aten::index_reduce_"),
+        ("aten::index_select", "aten::index_copy_", "aten::index_add_"),
         (("dim", "index"), _along),
     ),
+    "aten::index_reduce_": (("dim", "index", "include_self"), _along_reduced),
     "aten::index_fill_": (("dim", "index"), _along_from_both_ends),
     **dict.fromkeys(
         ("aten::gather", "aten::scatter_", "aten::scatter_add_", "aten::scatter_reduce_"),
@@ -232,6 +238,18 @@ def is_indexed(func: Any, args: tuple[Any, ...]) -> bool:
 @cache
 def _has_indices(func: Any) -> bool:
     return func._schema.name in _OPERATORS and func._schema.name != "aten::add_"  # that has them if it is sparse
+
+
+# Of 16 bits, whose kernels on a host compute with a wider copy of everything, which they copy back.
+_NARROW = (torch.float16, torch.bfloat16)
+_WIDENED = ("aten::index_add_", "aten::scatter_", "aten::scatter_add_", "aten::scatter_reduce_")
+
+
+def _is_exact_on_hosts(func: Any, tensor: torch.Tensor, has_readable_holes: bool) -> bool:
+    """Whether a host's kernels touch nothing but what the indices name, or read it where holes can be read."""
+    if tensor.dtype in _NARROW and func._schema.name in _WIDENED:
+        return False
+    return has_readable_holes or tensor.is_contiguous()  # some kernels read a contiguous copy of everything
 
 
 def _is_exact_on_gpus(func: Any, tensor: torch.Tensor, value_of: Callable[[str], Any]) -> bool:
@@ -286,8 +304,8 @@ def indexed_ranges(
     if value_of("reduce") == "mean":
         return None  # it divides everything
     if tensor.device.type == "cpu":
-        if not has_readable_holes and not tensor.is_contiguous():
-            return None  # some kernels read a contiguous copy of everything
+        if not _is_exact_on_hosts(func, tensor, has_readable_holes):
+            return None
     elif not _is_exact_on_gpus(func, tensor, value_of):
         return None
     parts = find(tensor, *(value_of(name) for name in names))

@@ -15,6 +15,7 @@ import torch
 from hypothesis import settings
 from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, precondition, rule
+from torch._subclasses.fake_tensor import FakeTensorMode
 
 from tests.helpers.child import in_child
 from tests.helpers.faults import BROKEN, fail, record
@@ -23,7 +24,9 @@ from vtensor.allocator import arena as arena_module
 from vtensor.allocator.arena import Arena, MemoryStats
 from vtensor.allocator.driver import Call, Driver, get_driver
 from vtensor.allocator.page_pool import PagePool
-from vtensor.errors import DriverError, ForkedError, OutOfPagesError, VTensorError
+from vtensor.errors import ClosedError, DriverError, ForkedError, OutOfPagesError, VTensorError
+from vtensor.mode import virtual
+from vtensor.units import round_up
 
 OUT_OF_MEMORY = 2
 
@@ -224,11 +227,11 @@ def test_others_never_see_what_a_segment_held(make_torch: MakeTorch) -> None:
     space.close()
 
 
-@pytest.mark.parametrize("stray", [-1, 0, 1, 1 << 40])
-def test_what_was_never_a_segment_is_not_freed(stray: int, make_torch: MakeTorch) -> None:
+@pytest.mark.parametrize("stray", [-1, 0, 0.5, 1, 1 << 40])
+def test_what_was_never_a_segment_is_not_freed(stray: float, make_torch: MakeTorch) -> None:
     one = make_torch()
     address = one.allocate(2 * one.size)
-    one.free(address + stray * one.size if stray else 0)
+    one.free(address + int(stray * one.size) if stray else 0)
     one.arena.check_integrity()
     assert one.arena.stats().num_segments == 1
 
@@ -256,6 +259,18 @@ def test_asleep_and_awake_again(make_torch: MakeTorch, monkeypatch: pytest.Monke
         assert one.read(address, number * one.size) == {number}
     stats = one.arena.stats()
     assert (stats.asleep_bytes, stats.offloaded_bytes, stats.committed_bytes) == (0, 0, 22 * one.size)
+
+
+def test_modes_have_nothing_to_do_with_it(make_torch: MakeTorch) -> None:
+    one = make_torch(capacity=None, places=1024)
+    size_bytes = round_up(20 << 20, one.size)  # a virtual tensor, to `vt.virtual`
+    address = one.allocate(size_bytes)
+    one.write(address, size_bytes, 9)
+    for mode in (virtual(), FakeTensorMode(), torch.device("meta")):
+        with mode:
+            one.arena.sleep()
+            one.arena.wake()
+        assert one.read(address, size_bytes) == {9}
 
 
 def test_what_is_discarded_is_zeros(make_torch: MakeTorch) -> None:
@@ -321,10 +336,15 @@ def test_a_sleeper_may_be_closed_once_it_is_empty(make_torch: MakeTorch) -> None
     one.arena.sleep()
     with pytest.raises(VTensorError, match="cannot be closed: torch still has segments"):
         one.arena.close()
+    with pytest.raises(VTensorError, match="1 page groups asleep"):
+        one.arena.space.pool.close()
     one.free(address)
     one.arena.close()
     one.arena.close()
     assert one.arena.space.closed
+    for use in (one.arena.sleep, one.arena.wake, one.arena.sweep):
+        with pytest.raises(ClosedError):
+            use()
     assert one.allocate(1) == 0  # torch may call at any time
 
 
@@ -567,14 +587,21 @@ def test_a_forked_child_is_told(make_torch: MakeTorch) -> None:
         pytest.skip("CUDA does not survive a fork")
     one.allocate(1)
 
+    address = one.allocate(2 * one.size)
+    one.write(address, 2 * one.size, 5)
+
     def use() -> None:
         for action in (one.arena.sleep, one.arena.wake):
             with pytest.raises(ForkedError):
                 action()
+        one.free(address)  # as the collector of the child may do
+        assert one.allocate(2 * one.size) == 0
 
     code, text = in_child(use)
     assert code == 0, text
     assert not one.arena.is_asleep
+    assert one.read(address, 2 * one.size) == {5}
+    assert one.arena.stats().num_segments == 2
 
 
 def test_one_that_dies_gives_everything_back(device: str, driver: Driver) -> None:

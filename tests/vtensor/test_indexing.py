@@ -116,6 +116,19 @@ def test_what_indices_name_is_committed(name: str, device: str) -> None:
         assert any(written)
 
 
+@pytest.mark.parametrize("dtype", [torch.float16, torch.bfloat16])
+@pytest.mark.parametrize("name", ["index_add_", "scatter_", "scatter_ by columns", "scatter_add_", "scatter_reduce_"])
+def test_sixteen_bits(name: str, dtype: torch.dtype, device: str) -> None:
+    shape = (NUM_ROWS, 2, page(device) // 4)
+    x, dense = vt.empty(shape, dtype=dtype, device=device), torch.zeros(shape, dtype=dtype, device=device)
+    for tensor in (x, dense):
+        WRITES[name](tensor, on(tensor))
+    written = dense.flatten(1).any(1).tolist()
+    assert (x.residency() >= written).all()  # a host's kernels copy all of it back
+    assert device == "cpu" or x.residency().tolist() == written
+    assert torch.equal(x, dense)
+
+
 @pytest.mark.parametrize("operation", ["scatter_reduce_", "index_reduce_"])
 def test_a_mean_divides_everything(operation: str, device: str) -> None:
     x, dense = rows_of_a_page_group(device), torch.zeros(NUM_ROWS, 2, page(device) // 8, device=device)
@@ -156,6 +169,9 @@ BAD: dict[str, Operation] = {
     "select": lambda x, on: x.index_select(0, on(ints(99))),
     "gather": lambda x, on: x.gather(0, on(ints(-1).view(1, 1, 1))),
     "index_copy_ from the end": lambda x, on: x.index_copy_(0, on(ints(-1)), x.new_ones(1, *x.shape[1:])),
+    "index_reduce_ from the end": lambda x, on: x.index_reduce_(
+        0, on(ints(-1)), x.new_ones(1, *x.shape[1:]), "prod", include_self=False
+    ),
     "index_add_ from the end": lambda x, on: x.index_add_(0, on(ints(-2)), x.new_ones(1, *x.shape[1:])),
     "select from the end": lambda x, on: x.index_select(0, on(ints(-1))),
     "scatter_ from the end": lambda x, on: x.scatter_(0, on(ints(-1).view(1, 1, 1)), 4.0),

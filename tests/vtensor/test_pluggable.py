@@ -53,6 +53,9 @@ def large(value: float = 1.0, mib: int = 32) -> torch.Tensor:
         ({"mode": "virtual"}, "mode='virtual' must be 'stitched'"),
         ({"threads": "some"}, "threads='some' must be 'current' or 'all'"),
         ({"on_unsupported": "ignore"}, "on_unsupported='ignore' must be 'raise' or 'torch'"),
+        ({"device": "nonsense"}, "device='nonsense' is no device that torch knows"),
+        ({"device": object()}, "is no device that torch knows"),
+        ({"device": "cpu"}, "device='cpu' must be a CUDA device"),
     ],
 )
 def test_bad_options(options: dict[str, Any], message: str) -> None:
@@ -61,6 +64,10 @@ def test_bad_options(options: dict[str, Any], message: str) -> None:
 
 
 def test_unknown_tags_and_offloads() -> None:
+    for tag in (None, [], 3):
+        for use in (vt.sleep, vt.wake):
+            with pytest.raises(ValueError, match=r"must be a string, as given to vt.use_allocator"):
+                use(tag)  # type: ignore[arg-type]
     for use in (vt.sleep, vt.wake, vt.trim, vt.memory_stats):
         with pytest.raises(ValueError, match=r"tag='nobody' is unknown: vt.use_allocator was never entered with it"):
             use("nobody")
@@ -191,9 +198,10 @@ def test_an_error_within_ends_it(tag: str) -> None:
 
 @pytest.mark.gpu
 def test_bad_devices() -> None:
-    for device in ("cpu", "meta", "cuda:99"):
-        with pytest.raises(ValueError, match="device"), vt.use_allocator("bad", device=device):
-            pass
+    with pytest.raises(ValueError, match="device"), vt.use_allocator("bad", device="cuda:99"):
+        pass
+    with pytest.raises(RuntimeError, match="left before it was entered"):
+        vt.use_allocator("bad").__exit__(None, None, None)
 
 
 @pytest.mark.gpu
