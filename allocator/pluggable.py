@@ -28,7 +28,7 @@ from vtensor.devices import device_name, resolve_device
 from vtensor.errors import DriverError, VTensorError
 from vtensor.units import TIB, format_bytes, round_up
 
-__all__ = ["memory_stats", "sleep", "trim", "use_allocator", "wake"]
+__all__ = ["memory_stats", "sleep", "trim", "use_allocator", "wake", "why_not_supported"]
 
 _MARK = "vtensor: "  # begins what is added to torch's message
 _ADDRESSES = 16  # times the memory of the device: address space is free, and a segment needs a gap of its size

@@ -14,6 +14,7 @@ from rich.markup import escape
 from rich.table import Table
 
 from vtensor.allocator.driver import Driver, get_driver
+from vtensor.allocator.pluggable import why_not_supported
 from vtensor.bench.record import nvidia_driver_version, package_version
 from vtensor.bench.round_trip import round_trip
 from vtensor.errors import DriverError, VTensorError
@@ -88,6 +89,14 @@ def _software() -> Iterator[Check]:
         yield Check("software", "torch", "ok", torch.__version__, f"built for CUDA {torch.version.cuda}")
     else:
         yield Check("software", "torch", "limited", torch.__version__, "a CPU build: tensors on the host only")
+    why = why_not_supported()
+    yield Check(
+        "software",
+        "memory pools",
+        "limited" if why else "ok",
+        "none that serve" if why else "torch's",
+        why or "vt.use_allocator, vt.sleep and vt.wake can be used",
+    )
     for name, without in (
         ("numba", "vtensor cannot run without it: pip install numba"),
         ("triton", "no kernels of our own; attention uses torch's"),

@@ -2,11 +2,13 @@
 
 from __future__ import annotations
 
+import ctypes
 import gc
 import random
 import threading
 import time
 from collections.abc import Iterator
+from contextlib import contextmanager, nullcontext
 from typing import Any
 
 import pytest
@@ -16,6 +18,7 @@ import vtensor as vt
 from tests.helpers.child import in_interpreter
 from tests.helpers.threads import in_threads
 from vtensor.allocator import pluggable
+from vtensor.allocator.driver import get_driver
 
 MIB = 1 << 20
 
@@ -115,6 +118,163 @@ def test_what_works_later_is_refused() -> None:
 def test_statistics_add_up() -> None:
     one = vt.MemoryStats(1, 2, 3, 4, 5, 6, 7)
     assert one + one == vt.MemoryStats(2, 4, 6, 8, 10, 12, 14)
+
+
+# -- the books, without a GPU: what is called of torch, on the host's pages -------------------------------------------
+
+
+class Pools:
+    """What torch would do with its pools, as far as it calls us: allocate in the innermost pool of a thread."""
+
+    def __init__(self, patch: pytest.MonkeyPatch) -> None:
+        self.entered = threading.local()
+        self.made: list[Any] = []
+        self.released: list[Any] = []
+        pools = self
+
+        class MemPool:
+            def __init__(self, allocator: tuple[int, int]) -> None:
+                self.allocator, self.id = allocator, (0, len(pools.made))
+                pools.made.append(self)
+
+        @contextmanager
+        def use_mem_pool(pool: Any, device: object = None) -> Iterator[None]:
+            self.stack.append(pool)
+            try:
+                yield
+            finally:
+                assert self.stack.pop() is pool
+
+        def page_pool(index: int) -> vt.PagePool:
+            return pluggable._page_pools.setdefault(f"cuda:{index}", vt.PagePool("cpu"))
+
+        for name, value in (
+            ("torch.cuda.MemPool", MemPool),
+            ("torch.cuda.use_mem_pool", use_mem_pool),
+            ("torch.cuda.device", lambda device: nullcontext()),
+            ("torch.cuda.empty_cache", lambda: None),
+            ("torch._C._cuda_customAllocator", lambda allocate, free: (allocate, free)),
+            ("torch._C._cuda_releasePool", lambda index, number: self.released.append(number)),
+        ):
+            patch.setattr(name, value, raising=False)
+        patch.setattr(pluggable, "why_not_supported", lambda device=None: "")
+        patch.setattr(pluggable, "_index_of", lambda device: 0)
+        patch.setattr(pluggable, "_page_pool", page_pool)
+        patch.setattr(pluggable, "get_driver", lambda name: get_driver("cpu"))
+        patch.setattr(pluggable, "_settle_libraries", lambda device: None)
+        patch.setattr(pluggable._Source, "probe", lambda source: None)
+        patch.setattr(pluggable, "_ADDRESSES", 1)
+        for books in ("_sources", "_page_pools", "_refusals"):
+            patch.setattr(pluggable, books, {})
+
+    @property
+    def stack(self) -> list[Any]:
+        """Pools that this thread is in."""
+        if not hasattr(self.entered, "stack"):
+            self.entered.stack = []
+        return self.entered.stack  # type: ignore[no-any-return]
+
+    def allocate(self, size_bytes: int = 1) -> int:
+        """As torch would, for a segment."""
+        call = ctypes.CFUNCTYPE(ctypes.c_int64, ctypes.c_int64, ctypes.c_int32, ctypes.c_int64)
+        return int(call(self.stack[-1].allocator[0])(size_bytes, 0, 0))
+
+
+@pytest.fixture
+def pools(monkeypatch: pytest.MonkeyPatch) -> Iterator[Pools]:
+    if torch.cuda.is_available():
+        pytest.skip("there is a GPU, and the real thing below")
+    made = Pools(monkeypatch)
+    yield made
+    for source in pluggable._sources.values():
+        source.arena.check_integrity()
+
+
+def tag_of(address: int) -> str:
+    for (tag, _), source in pluggable._sources.items():
+        if source.arena.space.base <= address < source.arena.space.base + source.arena.space.size_bytes:
+            return tag
+    raise AssertionError(f"{address:#x} is nobody's")
+
+
+def test_who_is_innermost_allocates(pools: Pools) -> None:
+    with vt.use_allocator("a"):
+        with vt.use_allocator("a"):
+            assert tag_of(pools.allocate()) == "a"
+            assert len(pools.stack) == 1  # it is this thread's already
+        with vt.use_allocator("b"):
+            assert tag_of(pools.allocate()) == "b"
+            with vt.use_allocator("a"):
+                assert tag_of(pools.allocate()) == "a"
+            assert tag_of(pools.allocate()) == "b"
+        assert tag_of(pools.allocate()) == "a"
+    assert not pools.stack
+    assert len(pools.made) == 3
+    with vt.use_allocator("a"):
+        pass
+    assert len(pools.made) == 3  # those that are idle serve again
+
+
+def test_threads_have_pools_of_their_own(pools: Pools) -> None:
+    context, meet = vt.use_allocator("a"), threading.Barrier(3, timeout=20)
+
+    def work() -> None:
+        for _ in range(3):
+            with context:
+                meet.wait()
+                assert tag_of(pools.allocate()) == "a"
+                assert len(pluggable._sources["a", 0]._busy) == 3
+                meet.wait()
+
+    in_threads(work, work, work)
+    assert len(pools.made) == 3
+    assert vt.memory_stats("a").num_segments == 9
+
+
+def test_sleep_and_trim_keep_to_idle_pools(pools: Pools) -> None:
+    with vt.use_allocator("a"):
+        pools.allocate(1 << 20)
+        with pytest.raises(vt.VTensorError, match=r"tag 'a' on cuda:0 is in use: leave"):
+            vt.sleep("a")
+        assert vt.trim("a") == 0
+        assert not pools.released
+    assert vt.sleep("a") == 1 << 20
+    assert [pool.id for pool in pools.made] == pools.released
+    assert (vt.memory_stats("a").asleep_bytes, vt.memory_stats().committed_bytes) == (1 << 20, 0)
+    with pytest.raises(vt.VTensorError, match=r"is asleep, and nothing can be allocated there: vt.wake\('a'\) first"):
+        vt.use_allocator("a", on_unsupported="torch").__enter__()
+    assert vt.sleep("a") == 0
+    assert vt.wake("a") == 1 << 20
+    with vt.use_allocator("a"):
+        assert len(pools.made) == 2
+        assert pools.allocate()
+
+
+def test_running_out_adds_our_figures_once(pools: Pools) -> None:
+    def ask_for_too_much() -> None:
+        assert pools.allocate(1 << 50) == 0
+        raise torch.OutOfMemoryError("no more")
+
+    with pytest.raises(torch.OutOfMemoryError) as caught, vt.use_allocator("a"), vt.use_allocator("b"):
+        ask_for_too_much()
+    message = str(caught.value)
+    assert message.startswith("no more (vtensor: tag 'b' on cuda:0 has 0 segments of 0 B, was last refused 1024 TiB")
+    assert message.count("vtensor: ") == 1
+
+
+def test_a_device_that_cannot_serve_is_asked_once(pools: Pools, monkeypatch: pytest.MonkeyPatch) -> None:
+    def probe(source: object) -> None:
+        raise vt.VTensorError("torch asks nobody")
+
+    monkeypatch.setattr(pluggable._Source, "probe", probe)
+    for _ in range(2):
+        with pytest.raises(vt.VTensorError, match="cuda:0 cannot have its memory mapped by vtensor: torch asks nobody"):
+            vt.use_allocator("a").__enter__()
+    assert not pluggable._sources
+    monkeypatch.setattr(pluggable, "why_not_supported", lambda device=None: pluggable._refusals.get(0, ""))
+    with vt.use_allocator("a", on_unsupported="torch"):
+        pass
+    assert vt.sleep("a") == 0
 
 
 # -- where allocations lie ------------------------------------------------------------------------------------------
@@ -380,6 +540,38 @@ def test_a_model_and_its_training(tag: str) -> None:
     assert losses + later == pytest.approx(expected, rel=1e-6)
 
 
+@pytest.mark.gpu
+def test_two_models_in_turns(tag: str) -> None:
+    transformers = pytest.importorskip("transformers")
+
+    def load(seed: int) -> Any:
+        torch.manual_seed(seed)
+        config = transformers.LlamaConfig(
+            hidden_size=512, intermediate_size=1024, num_hidden_layers=4, num_attention_heads=8, vocab_size=1000
+        )
+        return transformers.LlamaForCausalLM(config).cuda().eval()
+
+    def generate(model: Any) -> list[int]:
+        prompt = torch.arange(1, 9, device="cuda")[None]
+        return list(model.generate(prompt, max_new_tokens=24, do_sample=False)[0].tolist())
+
+    with vt.use_allocator(tag):
+        first = load(1)
+    expected = generate(first)
+    freed = vt.sleep(tag)
+    other = f"{tag} other"
+    with vt.use_allocator(other):
+        second = load(2)
+    others = generate(second)
+    assert others != expected
+    assert vt.sleep(other) >= freed // 2
+    vt.wake(tag)
+    assert generate(first) == expected
+    vt.sleep(tag)
+    vt.wake(other)
+    assert generate(second) == others
+
+
 # -- giving back ------------------------------------------------------------------------------------------------------
 
 
@@ -431,10 +623,11 @@ def test_out_of_memory_names_both_sides(tag: str) -> None:
 
 
 @pytest.mark.gpu
-def test_threads_streams_and_frees_by_others(tag: str) -> None:
+@pytest.mark.parametrize("seconds", [6, pytest.param(60, marks=pytest.mark.slow)])
+def test_threads_streams_and_frees_by_others(seconds: float, tag: str) -> None:
     shelf: list[tuple[torch.Tensor, int]] = []
     lock = threading.Lock()
-    end = time.monotonic() + 6
+    end = time.monotonic() + seconds
 
     def work(seed: int) -> None:
         chance, stream = random.Random(seed), torch.cuda.Stream()
