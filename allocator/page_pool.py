@@ -6,8 +6,10 @@ import os
 import threading
 import weakref
 from collections.abc import Sequence
+from contextlib import nullcontext, suppress
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Any, Protocol
+from types import TracebackType
+from typing import TYPE_CHECKING, Any, Protocol, Self
 
 import numpy as np
 import numpy.typing as npt
@@ -149,6 +151,16 @@ class PagePool(Unpicklable):
         # A pool that nobody closes gives its memory back when it dies; at exit the process does that.
         self._finalizer = weakref.finalize(self, _release_all, handles, self.arrays, os.getpid())
         self._finalizer.atexit = False
+
+    def __enter__(self) -> Self:
+        return self
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
+        """Close it; where an error ends the block, only if nothing is mapped."""
+        with nullcontext() if error is None else suppress(VTensorError):
+            self.close()
 
     def __repr__(self) -> str:
         if self.closed:

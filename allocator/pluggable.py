@@ -278,7 +278,10 @@ class use_allocator(ContextDecorator):
             try:
                 source = self._enter(stack)
             except VTensorError:
-                if self._on_unsupported == "raise" or not why_not_supported(self._device):
+                why = why_not_supported(self._device)
+                if why and self._on_unsupported == "raise":
+                    raise VTensorError(f"{why}; on_unsupported='torch' goes on with torch's own memory") from None
+                if not why:
                     raise
                 _of_torch.add(self._tag)
             self._entered.stack.append((source, stack.pop_all()))

@@ -40,7 +40,7 @@ class Reservation:
         except DriverError as error:
             raise ReservationError(
                 f"{format_bytes(size_bytes)} of addresses cannot be reserved on {driver.device}: {error}; "
-                "ask for fewer tokens, slots or layers"
+                "ask for less, or give back what is not needed"
             ) from error
         self.closed = False
 

@@ -25,7 +25,8 @@ _NAMES = {
     801: ("CUDA_ERROR_NOT_SUPPORTED", "a handle can only be mapped whole, from offset 0"),
 }
 _SHORTAGES = {
-    Call.RESERVE: "the process has no free range of addresses of this size (see ulimit -v and vm.overcommit_memory)",
+    Call.RESERVE: "the process has no free range of addresses of this size, or too many mappings (see ulimit -v, "
+    "vm.overcommit_memory and vm.max_map_count)",
     Call.CREATE: "this machine has no such amount of memory available",
 }
 _TOO_MANY_MAPPINGS = (

@@ -35,7 +35,8 @@ FREE_HANDLE = 12  # head of the list of dead handle records: index + 1
 NUM_RESERVATIONS, HANDLES, RESERVATIONS = 13, 14, 15  # HANDLES, RESERVATIONS: addresses of the records
 MAX_HANDLES, MAX_RESERVATIONS, LIVE_BYTES, LIMIT_BYTES = 16, 17, 18, 19
 PROCESS = 21  # whose memory the state describes
-SPARE = 20  # address of a few mappings that are there to be given up, 0 while there are none
+# Addresses of mappings that are there to be given up, 0 while there are none: for ourselves, and for all others.
+SPARE, ROOM = 20, 22
 # Words of a handle's record, and of a reservation's.
 _OFFSET, _SIZE, _OWNED, _NUM_MAPPINGS, _GENERATION, _NEXT_FREE = 0, 1, 2, 3, 4, 5
 _BASE, _LENGTH, _TABLE, _NUM_MAPPED, _HOLES = 0, 1, 2, 3, 4  # _HOLES: protection of pages without memory
@@ -45,7 +46,7 @@ _MAP_SHARED, _MAP_PRIVATE, _MAP_FIXED, _MAP_ANONYMOUS, _MAP_NORESERVE = 0x1, 0x2
 _MADV_DONTFORK, _MADV_DONTDUMP = 10, 16
 _FALLOC_KEEP_SIZE, _FALLOC_PUNCH_HOLE = 1, 2
 _ADDRESS_SPACE_BYTES = 1 << 47
-_SPARE_PAGES, _SPARE_OFFSET = 8, 1 << 62  # far behind all memory: these pages are never touched
+_SPARE_PAGES, _ROOM_PAGES, _SPARE_OFFSET = 8, 256, 1 << 62  # far behind all memory: these pages are never touched
 
 _i32, _i64 = types.int32, types.int64
 _mmap = types.ExternalFunction("mmap", _i64(_i64, _i64, _i32, _i32, _i32, _i64))
@@ -78,29 +79,41 @@ def _reserve_range(size: int, protection: int) -> Any:
 
 
 @compiled
-def _keep_spare(state: np.ndarray) -> None:
-    """Hold a few mappings in reserve, pages that differ in access so that the system cannot merge them.
+def _keep(state: np.ndarray, which: int, num_pages: int) -> bool:
+    """Hold mappings in reserve, pages that differ in access so that the system cannot merge them; False if it cannot.
 
     A process that reaches vm.max_map_count can make no mapping, and so not even take one away: putting the inaccessible
-    one back in its place counts as making it.
+    one back in its place counts as making it. That is what SPARE is for. Nor does malloc get any, and compiled code
+    would end in the middle of what it does, with its locks held. So nothing is mapped without ROOM for others, which is
+    given up where anything fails, for all that must follow.
     """
     page = state[PAGE_BYTES]
-    if state[SPARE] == 0:
-        spare = _mmap(0, _SPARE_PAGES * page, _PROT_NONE, _MAP_SHARED, state[FILE], _SPARE_OFFSET)
-        if spare != -1:
-            state[SPARE] = spare
-            for index in range(1, _SPARE_PAGES, 2):
-                _mprotect(spare + index * page, page, _PROT_READ)
+    if state[which] == 0:
+        spare = _mmap(0, num_pages * page, _PROT_NONE, _MAP_SHARED, state[FILE], _SPARE_OFFSET)
+        if spare == -1:
+            return False
+        for index in range(1, num_pages, 2):
+            if _mprotect(spare + index * page, page, _PROT_READ) != 0:
+                _munmap(spare, num_pages * page)
+                return False
+        state[which] = spare
+    return True
 
 
 @compiled
-def _give_up_spare(state: np.ndarray) -> bool:
-    """Make room for a few mappings; False where that was done before."""
-    if state[SPARE] == 0:
+def _give_up(state: np.ndarray, which: int, num_pages: int) -> bool:
+    """Make room for so many mappings; False where that was done before."""
+    if state[which] == 0:
         return False
-    _munmap(state[SPARE], _SPARE_PAGES * state[PAGE_BYTES])
-    state[SPARE] = 0
+    _munmap(state[which], num_pages * state[PAGE_BYTES])
+    state[which] = 0
     return True
+
+
+@compiled
+def _has_room(state: np.ndarray) -> bool:
+    """Whether mappings may be made."""
+    return _keep(state, SPARE, _SPARE_PAGES) and _keep(state, ROOM, _ROOM_PAGES)
 
 
 @compiled
@@ -108,12 +121,12 @@ def _clear_range(state: np.ndarray, address: int, size: int, protection: int) ->
     """Put addresses without memory in place of mappings, at one stroke."""
     flags = _MAP_PRIVATE | _MAP_ANONYMOUS | _MAP_NORESERVE | _MAP_FIXED
     done = _mmap(address, size, protection, flags, -1, 0) == address
-    if not done and _give_up_spare(state):
+    if not done and _give_up(state, SPARE, _SPARE_PAGES):
         done = _mmap(address, size, protection, flags, -1, 0) == address
     if done:
         _madvise(address, size, _MADV_DONTFORK)
         _madvise(address, size, _MADV_DONTDUMP)
-    _keep_spare(state)
+    _keep(state, SPARE, _SPARE_PAGES)
     return done
 
 
@@ -176,6 +189,11 @@ def _address_reserve(out: int, size: int, alignment: int, hint: int, flags: int)
     slack = alignment if alignment > page else 0
     if size > _ADDRESS_SPACE_BYTES - slack:
         return OUT_OF_MEMORY
+    lock(state.ctypes.data)
+    has_room = _has_room(state)
+    unlock(state.ctypes.data)
+    if not has_room:
+        return OUT_OF_MEMORY
     holes = _PROT_READ if flags & READABLE_HOLES else _PROT_NONE
     whole = _reserve_range(size + slack, holes)
     if whole == -1:
@@ -192,7 +210,6 @@ def _address_reserve(out: int, size: int, alignment: int, hint: int, flags: int)
         _munmap(base, size)
         return OUT_OF_MEMORY
     lock(state.ctypes.data)
-    _keep_spare(state)
     count = state[NUM_RESERVATIONS]
     if count == state[MAX_RESERVATIONS]:
         unlock(state.ctypes.data)
@@ -227,7 +244,7 @@ def _address_free(address: int, size: int) -> int:
         record = records[index * RESERVATION_WORDS : (index + 1) * RESERVATION_WORDS]
         if record[_BASE] == address and record[_LENGTH] == size and record[_NUM_MAPPED] == 0:
             # The system merges neighbouring reservations: to take one out may cut the rest in two, one mapping more.
-            if _munmap(address, size) == 0 or (_give_up_spare(state) and _munmap(address, size) == 0):
+            if _munmap(address, size) == 0 or (_give_up(state, SPARE, _SPARE_PAGES) and _munmap(address, size) == 0):
                 _munmap(record[_TABLE], size // state[PAGE_BYTES] * 4)
                 for word in range(index * RESERVATION_WORDS, (count - 1) * RESERVATION_WORDS):
                     records[word] = records[word + RESERVATION_WORDS]
@@ -235,7 +252,7 @@ def _address_free(address: int, size: int) -> int:
                 code = SUCCESS
             else:
                 code = OUT_OF_MEMORY
-            _keep_spare(state)
+            _keep(state, SPARE, _SPARE_PAGES)
     unlock(state.ctypes.data)
     return code
 
@@ -290,6 +307,8 @@ def _map(address: int, size: int, offset: int, handle: int, flags: int) -> int:
         table = int32_at(owner[_TABLE] + (address - owner[_BASE]) // page * 4, size // page)
         if offset != 0 or size != record[_SIZE]:
             code = NOT_SUPPORTED
+        elif not table.any() and not _has_room(state):
+            code = OUT_OF_MEMORY
         elif not table.any():
             # Where a hole can be read, somebody may be reading it now.
             where = _mmap(address, size, owner[_HOLES], _MAP_SHARED | _MAP_FIXED, state[FILE], record[_OFFSET])
@@ -303,6 +322,7 @@ def _map(address: int, size: int, offset: int, handle: int, flags: int) -> int:
                 code = SUCCESS
             else:
                 code = OUT_OF_MEMORY
+                _give_up(state, ROOM, _ROOM_PAGES)
     unlock(state.ctypes.data)
     return code
 
@@ -333,6 +353,8 @@ def _set_access(address: int, size: int, access: int, count: int) -> int:
         first = (address - owner[_BASE]) // page
         if _covers_whole_mappings(table, first, size // page) and table[first : first + size // page].all():
             code = SUCCESS if _mprotect(address, size, protection) == 0 else OUT_OF_MEMORY
+            if code == OUT_OF_MEMORY:
+                _give_up(state, ROOM, _ROOM_PAGES)
     unlock(state.ctypes.data)
     return code
 

@@ -353,6 +353,9 @@ def test_process_that_runs_out_of_mappings(num_others: int) -> None:
         neighbours = [AddressSpace(pool, 4096 * 16) for _ in range(5)]
         space.commit(scattered(0, 1000), content=2)
         fill_place(space, 1998, 5)
+        def differs(now, before):  # but for what is held in reserve, or was given up
+            return min(abs(now - before), abs(now + 256 - before)) >= 20
+
         at_first = num_mappings()
 
         # All at once, then one by one up to the limit itself: each time an error, and nothing has changed.
@@ -367,7 +370,7 @@ def test_process_that_runs_out_of_mappings(num_others: int) -> None:
                 raise SystemExit("no error")
             assert space.num_mapped == 1000
             assert pool.stats().mapped_page_groups == 1000
-            assert abs(num_mappings() - at_first) < 20, (num_mappings(), at_first)
+            assert not differs(num_mappings(), at_first), (num_mappings(), at_first)
             assert place_value(space, 1998) == 5
             space.check_integrity()
 
@@ -389,17 +392,26 @@ def test_process_that_runs_out_of_mappings(num_others: int) -> None:
         except OSError:
             pass
 
-        # At the limit: taking away works, the freed room can be used again, and all of it can be closed.
-        for _ in range(3):
-            space.decommit(ranges((place - 2, 1)), forget_content=False)
-            space.commit(ranges((place - 2, 1)), content=2)
+        # At the limit: taking away works, nothing is mapped without room for what must follow, all can be closed.
+        for number in range(1, 4):
+            space.decommit(ranges((place - 2 * number, 1)), forget_content=False)
+            try:
+                space.commit(ranges((place - 2 * number, 1)), content=2)
+            except DriverError as error:
+                assert "vm.max_map_count" in str(error), error
+            else:
+                raise SystemExit("no error")
         for neighbour in [neighbours[index] for index in (2, 0, 4, 1, 3)]:
             base = neighbour.base
             neighbour.close()
             assert access_at(base) == ""
         space.decommit(ranges((2000, space.num_places - 2000)), forget_content=False)
         assert space.num_mapped == 1000
-        assert abs(num_mappings() - at_first) < 20, (num_mappings(), at_first)
+        assert not differs(num_mappings(), at_first), (num_mappings(), at_first)
+        space.check_integrity()
+        for other in others[NUM_OTHERS:]:
+            other.close()
+        space.commit(scattered(2000, 1000), content=2)
         space.check_integrity()
         space.close()
         pool.close()
@@ -409,6 +421,35 @@ def test_process_that_runs_out_of_mappings(num_others: int) -> None:
         print("done")
     """
     done = _run(code.replace("LIMIT", str(limit)).replace("NUM_OTHERS", str(num_others)))
+    assert (done.stdout, done.returncode) == ("done\n", 0), done.stderr
+
+
+def test_memory_can_be_given_back_at_the_limit_of_mappings() -> None:
+    """Compiled code allocates while it gives back, and must not end in the middle, with its locks held."""
+    limit = int(Path("/proc/sys/vm/max_map_count").read_text())
+    if limit > 200_000:
+        pytest.skip(f"vm.max_map_count is {limit}: it would take gigabytes of memory and a minute to get there")
+    done = _run("""
+        import gc, vtensor as vt
+        pool = vt.PagePool("cpu", page_group_bytes=4096)
+        for attempt in range(2):
+            x = vt.empty(200_000, 2, 4096, dtype=__import__("torch").uint8, device="cpu", pool=pool)
+            try:
+                for number in range(200_000):
+                    x[number, 0, 0] = 1
+            except vt.DriverError as error:
+                assert "vm.max_map_count" in str(error), error
+            assert number > 20_000
+            if attempt:
+                assert x[: number // 2].decommit() == number // 2 * 4096
+                assert x[number - 1, 0, 0] == 1
+            del x
+            gc.collect()
+            assert pool.stats().mapped_page_groups == 0
+        pool.check_integrity()
+        pool.close()
+        print("done")
+    """)
     assert (done.stdout, done.returncode) == ("done\n", 0), done.stderr
 
 

@@ -340,6 +340,28 @@ def test_close_in_any_order(device: str, order: tuple[str, ...], num_page_groups
         owner.check_integrity()
 
 
+def test_as_a_context(device: str) -> None:
+    size = get_driver(device).granularity_bytes
+    with PagePool(device) as pool:
+        space = AddressSpace(pool, size)
+        space.commit(ranges((0, 1)), content=2)
+        space.close()
+    assert pool.closed
+    with pytest.raises(ZeroDivisionError), PagePool(device) as pool:
+        divmod(1, 0)
+    assert pool.closed
+    pool = PagePool(device)
+    space = AddressSpace(pool, size)
+    space.commit(ranges((0, 1)), content=2)
+    with pytest.raises(VTensorError, match="still has 1 mapped"), pool:
+        pass
+    with pytest.raises(ZeroDivisionError), pool:
+        divmod(1, 0)
+    assert not pool.closed
+    space.close()
+    pool.close()
+
+
 def test_use_after_close(device: str) -> None:
     pool = PagePool(device)
     idle = AddressSpace(pool, 1)

@@ -299,6 +299,7 @@ def benchmark(device: str, *, small: bool = False, rounds: int | None = None) ->
         rounds=(2 if small else 5) if rounds is None else rounds,
         parameters={"small": small, "shape": vars(shape), "limit_bytes": limit_bytes, "miss_bytes": _MISS_BYTES},
         notes=f"{shape.num_layers} layers of {shape.width}, {shape.batch_size} sequences of {shape.shortest} to "
-        f"{shape.longest}, {shape.num_steps} steps; largest batch within {format_bytes(limit_bytes)}",
+        f"{shape.longest}, {shape.num_steps} steps"
+        + (f"; largest batch within {format_bytes(limit_bytes)}" if on_gpu else "; a CPU has one allocator only"),
         is_predicted=on_gpu,
     )
