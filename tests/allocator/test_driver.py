@@ -430,7 +430,8 @@ def test_memory_can_be_given_back_at_the_limit_of_mappings() -> None:
     if limit > 200_000:
         pytest.skip(f"vm.max_map_count is {limit}: it would take gigabytes of memory and a minute to get there")
     done = _run("""
-        import gc, vtensor as vt
+        import ctypes, gc, vtensor as vt
+        ctypes.CDLL(None).mallopt(-3, 4096)  # M_MMAP_THRESHOLD: what is larger takes a mapping each time
         pool = vt.PagePool("cpu", page_group_bytes=4096)
         for attempt in range(2):
             x = vt.empty(200_000, 2, 4096, dtype=__import__("torch").uint8, device="cpu", pool=pool)
