@@ -25,6 +25,7 @@ from vtensor.allocator.words import (
     FAILED_CALL,
     FIRST_MAPPED,
     HOLES_READABLE,
+    IS_ASLEEP,
     LARGEST_SIZE_CLASS,
     NUM_AHEAD,
     NUM_CHANGED,
@@ -34,6 +35,7 @@ from vtensor.allocator.words import (
     OUTCOME_WORDS,
     PARTIAL,
     RANGE_WORDS,
+    SEGMENT_PLACES,
     SHARED,
     SHORTFALL,
     SHOWS_ZEROS,
@@ -100,7 +102,7 @@ class AddressSpace(Unpicklable):
         self.has_readable_holes = readable_holes and pool.driver.has_readable_holes
         self.reservation = Reservation(pool.driver, size_bytes, readable_holes=self.has_readable_holes)
         self.num_places = self.reservation.size_bytes // pool.page_group_bytes
-        self.num_asleep = 0  # page groups that its owner took away, and will want back
+        self.sleeper: npt.NDArray[np.int64] | None = None  # header of the arena that takes memory away for a while
         self._plan: Any = plan
         self._lock = threading.RLock()
         try:
@@ -163,6 +165,11 @@ class AddressSpace(Unpicklable):
     def num_mapped(self) -> int:
         """Places with a page group."""
         return int(self.arrays.header[NUM_MAPPED])
+
+    @property
+    def num_asleep(self) -> int:
+        """Page groups that were taken away for a while, and will be wanted back."""
+        return 0 if self.sleeper is None or not self.sleeper[IS_ASLEEP] else int(self.sleeper[SEGMENT_PLACES])
 
     @property
     def num_ahead(self) -> int:

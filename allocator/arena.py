@@ -4,8 +4,8 @@ from __future__ import annotations
 
 import os
 import threading
-from collections.abc import Iterator
-from contextlib import contextmanager, suppress
+from collections.abc import Callable
+from contextlib import suppress
 from dataclasses import dataclass
 from functools import cached_property
 from typing import Any, Literal
@@ -128,6 +128,7 @@ class Arena(Unpicklable):
         )
         header = self._arrays.header
         header[KEEPS_FREE], header[PROCESS_ID] = pool.keeps_free_page_groups, os.getpid()
+        self.space.sleeper = header
         header[WAITING_CALLS : WAITING_CALLS + NUM_WAITING_CALLS] = pool.driver.waiting_calls
         self._words = np.concatenate([self.space.words, native.packed(self._arrays)])
         address = int(self._words.ctypes.data)
@@ -203,35 +204,39 @@ class Arena(Unpicklable):
         """
         if offload not in ("cpu", "discard"):
             raise ValueError(f"offload={offload!r} must be 'cpu' or 'discard'")
-        driver = self.space.pool.driver
-        driver.check_process()
-        with self._changing():
-            if self._is_away:
-                return 0
-            outcome, copies = np.zeros(OUTCOME_WORDS, np.int64), None
-            driver.finish_device()
-            try:
+        self.space.pool.driver.check_process()
+        return self._change(lambda: self._sleep(offload))
+
+    def _sleep(self, offload: Offload) -> int:
+        self.space.check_open()
+        pool, driver = self.space.pool, self.space.pool.driver
+        if self._is_away:
+            pool.trim_unless_kept()  # what an error or an interrupt may have left
+            return 0
+        outcome, copies = np.zeros(OUTCOME_WORDS, np.int64), None
+        driver.finish_device()
+        try:
+            with interrupts_held():
+                segments = self._native.fall_asleep(self._words, outcome)
+                check_outcome(pool, outcome)
+            driver.finish_device()  # of what it was given in between
+            if offload == "cpu":
+                copies = self._copied_out(segments)
+            with interrupts_held():
+                try:
+                    number = self._unmap()
+                finally:
+                    if self.space.count_missing(segments):  # so too where undoing failed: the copies have it
+                        self._copies, self._is_away = copies, True
+        except BaseException:
+            if not self._is_away:
                 with interrupts_held():
-                    segments = self._native.fall_asleep(self._words, outcome)
-                    check_outcome(self.space.pool, outcome)
-                driver.finish_device()  # of what it was given in between
-                if offload == "cpu":
-                    copies = self._copied_out(segments)
-                with interrupts_held():
-                    try:
-                        number = self._unmap()
-                    finally:
-                        if self.space.count_missing(segments):  # so too where undoing failed: the copies have it
-                            self._copies, self._is_away = copies, True
-                            self.space.num_asleep = int(segments[:, COUNT].sum())
-            except BaseException:
-                if not self._is_away:
                     self._stop_copying()
                     self._wake_up()
-                raise
-            self._is_away = True
-            self.space.pool.trim_unless_kept()
-            return number * self.space.page_group_bytes
+            raise
+        self._is_away = True
+        pool.trim_unless_kept()
+        return number * self.space.page_group_bytes
 
     def wake(self) -> int:
         """Put memory back below all segments, with what they held; zeros, where that was dropped.
@@ -248,60 +253,72 @@ class Arena(Unpicklable):
         DriverError
             The driver refused; the arena sleeps on.
         """
-        pool = self.space.pool
-        pool.driver.check_process()
-        with self._changing():
-            if not self._is_away:
-                if self.is_asleep:  # it was interrupted on the way
-                    self._wake_up()
-                return 0
-            outcome = np.zeros(OUTCOME_WORDS, np.int64)
-            try:
-                with interrupts_held():
-                    segments = self._native.map_segments(self._words, outcome)
-                    if outcome[SHORTFALL]:
-                        raise out_of_pages(self.space, "waking up", Shortage(int(outcome[SHORTFALL])))
-                    check_outcome(pool, outcome)
-                self._fill(segments)
-            except BaseException:
-                self._stop_copying()
-                with interrupts_held():
-                    self._unmap()
-                    with suppress(DriverError):  # what went wrong first is worth more
-                        pool.trim_unless_kept()
-                raise
-            with interrupts_held():
-                self._wake_up()
-                self._copies, self._is_away, self.space.num_asleep = None, False, 0
-            return int(segments[:, COUNT].sum()) * self.space.page_group_bytes
+        self.space.pool.driver.check_process()
+        return self._change(self._wake)
 
-    def sweep(self) -> None:
+    def _wake(self) -> int:
+        self.space.check_open()
+        pool = self.space.pool
+        if not self._is_away:
+            if self.is_asleep:  # it was interrupted on the way
+                self._wake_up()
+            return 0
+        outcome = np.zeros(OUTCOME_WORDS, np.int64)
+        try:
+            with interrupts_held():
+                segments = self._native.map_segments(self._words, outcome)
+                if outcome[SHORTFALL]:
+                    raise out_of_pages(self.space, "waking up", Shortage(int(outcome[SHORTFALL])))
+                check_outcome(pool, outcome)
+            self._fill(segments)
+        except BaseException:
+            with interrupts_held():
+                self._stop_copying()
+                self._unmap()
+                with suppress(DriverError):  # what went wrong first is worth more
+                    pool.trim_unless_kept()
+            raise
+        with interrupts_held():
+            self._wake_up()
+            self._copies, self._is_away = None, False
+        return int(segments[:, COUNT].sum()) * self.space.page_group_bytes
+
+    def sweep(self) -> int:
         """Take away what torch gave back and could not be unmapped at once. Waits for the device, if there is any.
+
+        Returns
+        -------
+        int
+            Segments that were left over.
 
         Raises
         ------
         DriverError
             The driver refuses again.
         """
-        with self._changing():
-            if self._arrays.header[NUM_LEFT_OVER] and not self.is_asleep:
-                outcome = np.zeros(OUTCOME_WORDS, np.int64)
-                self.space.pool.driver.finish_device()
-                with interrupts_held():
-                    self._native.sweep(self._words, outcome)
-                    check_outcome(self.space.pool, outcome)
-                self.space.pool.trim_unless_kept()
+        self.space.pool.driver.check_process()
+        return self._change(self._sweep)
 
-    @contextmanager
-    def _changing(self) -> Iterator[None]:
-        """The time in which one thread changes whether the segments have memory."""
+    def _sweep(self) -> int:
+        self.space.check_open()
+        number = int(self._arrays.header[NUM_LEFT_OVER])
+        if number and not self.is_asleep:
+            outcome = np.zeros(OUTCOME_WORDS, np.int64)
+            self.space.pool.driver.finish_device()
+            with interrupts_held():
+                self._native.sweep(self._words, outcome)
+                check_outcome(self.space.pool, outcome)
+        self.space.pool.trim_unless_kept()
+        return number
+
+    def _change(self, action: Callable[[], int]) -> int:
+        """Do what changes whether the segments have memory; one thread does, and nobody in the middle of it."""
         with self._lock:
-            if self._is_changing:  # a finalizer, or a signal's handler, in the middle of it
+            if self._is_changing:  # a finalizer, or a signal's handler
                 raise VTensorError(f"{self!r} is just falling asleep or waking up in this thread")
-            self.space.check_open()
-            self._is_changing = True
             try:
-                yield
+                self._is_changing = True
+                return action()
             finally:
                 self._is_changing = False
 
@@ -409,16 +426,19 @@ class Arena(Unpicklable):
         VTensorError
             torch still has segments.
         """
+        self._change(self._close)
+
+    def _close(self) -> int:
         if self.space.closed:
-            return
-        with self._changing():
-            outcome, was_asleep = np.zeros(OUTCOME_WORDS, np.int64), self.is_asleep
-            self.space.pool.driver.finish_device()
-            with interrupts_held():
-                if len(self._native.fall_asleep(self._words, outcome)):  # from here on none comes
-                    if not was_asleep:
-                        self._wake_up()
-                    raise VTensorError(
-                        f"{self!r} cannot be closed: torch still has segments; drop their tensors, and trim"
-                    )
-                self.space.close()
+            return 0
+        outcome, was_asleep = np.zeros(OUTCOME_WORDS, np.int64), self.is_asleep
+        self.space.pool.driver.finish_device()
+        with interrupts_held():
+            segments = self._native.fall_asleep(self._words, outcome)  # from here on none comes
+            check_outcome(self.space.pool, outcome)
+            if len(segments):
+                if not was_asleep:
+                    self._wake_up()
+                raise VTensorError(f"{self!r} cannot be closed: torch still has segments; drop their tensors, and trim")
+            self.space.close()
+        return 0

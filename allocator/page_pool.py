@@ -37,7 +37,9 @@ _MOST_PAGE_GROUPS = 1 << 30  # their numbers have 31 bits
 class MappingOwner(Protocol):
     """Whoever maps a pool's page groups: an `AddressSpace`."""
 
-    num_asleep: int
+    @property
+    def num_asleep(self) -> int:
+        """Page groups that were taken away for a while, and will be wanted back."""
 
     def mapped_page_groups(self) -> npt.NDArray[np.int32]:
         """Page groups in the order of their places; a page group mapped twice comes twice."""

@@ -37,6 +37,10 @@ _ADDRESSES = 16  # times the memory of the device: address space is free, and a 
 _Function = TypeVar("_Function", bound=Callable[..., Any])
 
 
+class _NotAsked(VTensorError):
+    """torch does not ask the allocator of its pool."""
+
+
 class _Source:
     """Where a tag's allocations on one device come from."""
 
@@ -60,15 +64,15 @@ class _Source:
 
         Raises
         ------
-        VTensorError
+        _NotAsked
             It does not.
         """
         mem_pool = self.take()
         try:
             with _real(), torch.cuda.use_mem_pool(mem_pool, self.device):
                 torch.empty(1, device=self.device)
-            if self.arena.stats().num_segments != 1:
-                raise VTensorError(
+            if not self.arena.stats().num_segments:
+                raise _NotAsked(
                     f"torch {torch.__version__} takes memory past the allocator of its pool. Where expandable_segments "
                     "are on, start with PYTORCH_CUDA_ALLOC_CONF=expandable_segments:False"
                 )
@@ -134,6 +138,7 @@ def _keep_forever(value: object) -> None:
 _sources: dict[tuple[str, int], _Source] = {}
 _of_torch: set[str] = set()  # tags that went on with torch's own memory
 _page_pools: dict[str, PagePool] = {}
+_unproven: dict[tuple[str, int], _Source] = {}  # made, and not yet seen to be asked
 _refusals: dict[int, str] = {}  # by device: why it cannot serve
 _lock = threading.RLock()
 
@@ -160,20 +165,28 @@ def _page_pool(index: int) -> PagePool:
         return _page_pools[name]
 
 
+class _Unsupported(VTensorError):
+    """torch cannot be given an allocator here, or not on this device."""
+
+
 def _source(tag: str, index: int) -> _Source:
     with _lock:
-        if (tag, index) not in _sources:
-            if index in _refusals:
-                raise VTensorError(_refusals[index])
-            try:
-                source = _Source(tag, index)
-                _keep_forever(source)  # torch may call back as long as the process lives
-                source.probe()
-            except VTensorError as error:
-                _refusals[index] = f"cuda:{index} cannot have its memory mapped by vtensor: {error}"
-                raise VTensorError(_refusals[index]) from error
-            _sources[tag, index] = source
-        return _sources[tag, index]
+        key = (tag, index)
+        if key in _sources:
+            return _sources[key]
+        if index in _refusals:
+            raise _Unsupported(_refusals[index])
+        try:
+            get_driver(f"cuda:{index}")
+            if key not in _unproven:
+                _unproven[key] = _Source(tag, index)
+                _keep_forever(_unproven[key])  # torch may call back as long as the process lives
+            _unproven[key].probe()
+        except (_NotAsked, DriverError) as error:
+            _refusals[index] = f"cuda:{index} cannot have its memory mapped by vtensor: {error}"
+            raise _Unsupported(_refusals[index]) from error
+        _sources[key] = _unproven.pop(key)
+        return _sources[key]
 
 
 @atexit.register
@@ -277,18 +290,15 @@ class use_allocator(ContextDecorator):
             source = None
             try:
                 source = self._enter(stack)
-            except VTensorError:
-                why = why_not_supported(self._device)
-                if why and self._on_unsupported == "raise":
-                    raise VTensorError(f"{why}; on_unsupported='torch' goes on with torch's own memory") from None
-                if not why:
-                    raise
+            except _Unsupported as error:
+                if self._on_unsupported == "raise":
+                    raise VTensorError(f"{error}; on_unsupported='torch' goes on with torch's own memory") from error
                 _of_torch.add(self._tag)
             self._entered.stack.append((source, stack.pop_all()))
 
     def _enter(self, stack: ExitStack) -> _Source:
         if why := why_not_supported():
-            raise VTensorError(why)
+            raise _Unsupported(why)
         index = _index_of(self._device)
         source = _source(self._tag, index)
         mine = [key for key in _entered_by_thread.stack if key[0].device.index == index]
@@ -340,24 +350,17 @@ def _noted(key: tuple[_Source, str]) -> Iterator[None]:
         _entered_by_thread.stack.remove(key)
 
 
-_settled = threading.local()  # streams for which this thread's libraries have what they keep
-
-
 def _settle_libraries(device: torch.device) -> None:
     """Have cuBLAS allocate now what it keeps for the current stream, and not within: it would be put to sleep."""
     with torch.cuda.device(device):
         if torch.cuda.is_current_stream_capturing():
             return
-        streams = _settled.__dict__.setdefault("streams", set())
-        key = (device.index, torch.cuda.current_stream().cuda_stream)
-        if key not in streams:
-            make_handle: Callable[[], object] = torch.cuda.current_blas_handle
-            make_handle()
-            with _real(), torch.no_grad():
-                for dtype in (torch.float32, torch.bfloat16):  # with a bias: cuBLASLt, which has a workspace of its own
-                    x = torch.zeros(16, 16, dtype=dtype, device=device)
-                    torch.addmm(x[0], x, x)
-            streams.add(key)
+        make_handle: Callable[[], object] = torch.cuda.current_blas_handle
+        make_handle()
+        with _real(), torch.no_grad():
+            for dtype in (torch.float32, torch.bfloat16):  # with a bias: cuBLASLt, which has a workspace of its own
+                x = torch.zeros(16, 16, dtype=dtype, device=device)
+                torch.addmm(x[0], x, x)
 
 
 @contextmanager
@@ -381,8 +384,8 @@ def _figures(source: _Source) -> str:
     )
 
 
-def why_not_supported(device: torch.device | str | int | None = None) -> str:
-    """Why torch cannot be given an allocator here (for a device, if it was tried), in one sentence; empty if it can."""
+def why_not_supported() -> str:
+    """Why torch cannot be given an allocator here, in one sentence; empty where it can."""
     if not hasattr(torch._C, "_cuda_customAllocator"):
         return "this build of torch has no CUDA, and so no memory pools: vt.use_allocator needs a CUDA build"
     if not torch.cuda.is_available():
@@ -390,7 +393,7 @@ def why_not_supported(device: torch.device | str | int | None = None) -> str:
     backend = torch.cuda.get_allocator_backend()
     if backend != "native":
         return f"torch's allocator {backend!r} has no memory pools: start with PYTORCH_CUDA_ALLOC_CONF=backend:native"
-    return _refusals.get(_index_of(device), "")
+    return ""
 
 
 def _index_of(device: torch.device | str | int | None) -> int:

@@ -111,7 +111,9 @@ def _allocate(words: Int64, size_bytes: int) -> int:
     """The address of a new segment, 0 where there is no memory for it, or none may be taken."""
     pool, space, arena = pool_at(words), _space_in(words), _arena_in(words)
     size = pool.constants[PAGE_GROUP_BYTES]
-    is_possible = 0 <= size_bytes <= len(arena.lengths) * size and _getpid() == arena.header[PROCESS_ID]
+    if _getpid() != arena.header[PROCESS_ID]:  # in a forked child, nor wait for a turn that was the parent's
+        return 0
+    is_possible = 0 <= size_bytes <= len(arena.lengths) * size
     count = max(1, (size_bytes + size - 1) // size) if is_possible else 0
     outcome, address = np.zeros(OUTCOME_WORDS, np.int64), 0
     take_turn(pool)

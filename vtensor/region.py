@@ -335,7 +335,7 @@ class Region(Unpicklable):
                 if event is None:
                     continue  # it is being captured: ask again
                 if event.query():
-                    del self._zeroing[stream]
+                    self._zeroing.pop(stream, None)
                     continue
                 self._zeroing[stream] = event
                 if stream != current:

@@ -123,6 +123,8 @@ def _clear_range(state: np.ndarray, address: int, size: int, protection: int) ->
     done = _mmap(address, size, protection, flags, -1, 0) == address
     if not done and _give_up(state, SPARE, _SPARE_PAGES):
         done = _mmap(address, size, protection, flags, -1, 0) == address
+    if not done and _give_up(state, ROOM, _ROOM_PAGES):
+        done = _mmap(address, size, protection, flags, -1, 0) == address
     if done:
         _madvise(address, size, _MADV_DONTFORK)
         _madvise(address, size, _MADV_DONTDUMP)
@@ -244,7 +246,12 @@ def _address_free(address: int, size: int) -> int:
         record = records[index * RESERVATION_WORDS : (index + 1) * RESERVATION_WORDS]
         if record[_BASE] == address and record[_LENGTH] == size and record[_NUM_MAPPED] == 0:
             # The system merges neighbouring reservations: to take one out may cut the rest in two, one mapping more.
-            if _munmap(address, size) == 0 or (_give_up(state, SPARE, _SPARE_PAGES) and _munmap(address, size) == 0):
+            done = _munmap(address, size) == 0
+            if not done and _give_up(state, SPARE, _SPARE_PAGES):
+                done = _munmap(address, size) == 0
+            if not done and _give_up(state, ROOM, _ROOM_PAGES):
+                done = _munmap(address, size) == 0
+            if done:
                 _munmap(record[_TABLE], size // state[PAGE_BYTES] * 4)
                 for word in range(index * RESERVATION_WORDS, (count - 1) * RESERVATION_WORDS):
                     records[word] = records[word + RESERVATION_WORDS]

@@ -326,6 +326,7 @@ def test_all_freed_while_asleep(make_torch: MakeTorch) -> None:
     address = one.allocate(5 * one.size)
     one.arena.sleep()
     one.free(address)
+    assert one.arena.space.num_asleep == 0
     assert one.arena.wake() == 0
     assert one.allocate(one.size) == address
 

@@ -157,14 +157,14 @@ class Pools:
             ("torch._C._cuda_releasePool", lambda index, number: self.released.append(number)),
         ):
             patch.setattr(name, value, raising=False)
-        patch.setattr(pluggable, "why_not_supported", lambda device=None: "")
+        patch.setattr(pluggable, "why_not_supported", lambda: "")
         patch.setattr(pluggable, "_index_of", lambda device: 0)
         patch.setattr(pluggable, "_page_pool", page_pool)
         patch.setattr(pluggable, "get_driver", lambda name: get_driver("cpu"))
         patch.setattr(pluggable, "_settle_libraries", lambda device: None)
         patch.setattr(pluggable._Source, "probe", lambda source: None)
         patch.setattr(pluggable, "_ADDRESSES", 1)
-        for books in ("_sources", "_page_pools", "_refusals"):
+        for books in ("_sources", "_unproven", "_page_pools", "_refusals"):
             patch.setattr(pluggable, books, {})
 
     @property
@@ -264,17 +264,34 @@ def test_running_out_adds_our_figures_once(pools: Pools) -> None:
 
 def test_a_device_that_cannot_serve_is_asked_once(pools: Pools, monkeypatch: pytest.MonkeyPatch) -> None:
     def probe(source: object) -> None:
-        raise vt.VTensorError("torch asks nobody")
+        raise pluggable._NotAsked("torch asks nobody")
 
     monkeypatch.setattr(pluggable._Source, "probe", probe)
     for _ in range(2):
         with pytest.raises(vt.VTensorError, match="cuda:0 cannot have its memory mapped by vtensor: torch asks nobody"):
             vt.use_allocator("a").__enter__()
     assert not pluggable._sources
-    monkeypatch.setattr(pluggable, "why_not_supported", lambda device=None: pluggable._refusals.get(0, ""))
     with vt.use_allocator("a", on_unsupported="torch"):
         pass
     assert vt.sleep("a") == 0
+
+
+def test_a_passing_failure_is_no_refusal(pools: Pools, monkeypatch: pytest.MonkeyPatch) -> None:
+    def probe(source: object) -> None:
+        raise torch.OutOfMemoryError("for now")
+
+    with monkeypatch.context() as patch:
+        patch.setattr(pluggable._Source, "probe", probe)
+        for _ in range(2):
+            with pytest.raises(torch.OutOfMemoryError):
+                vt.use_allocator("a", on_unsupported="torch").__enter__()
+        assert len(pluggable._unproven) == 1
+    with vt.use_allocator("a"):
+        assert tag_of(pools.allocate()) == "a"
+    pluggable._refusals[0] = "another tag's trouble"
+    vt.sleep("a")
+    with pytest.raises(vt.VTensorError, match="is asleep"):
+        vt.use_allocator("a", on_unsupported="torch").__enter__()
 
 
 # -- where allocations lie ------------------------------------------------------------------------------------------
