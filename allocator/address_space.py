@@ -204,10 +204,7 @@ class AddressSpace(Unpicklable):
         return np.asarray(np.abs(table[table != 0]) - 1, np.int32)
 
     def mapped_runs(self, ranges: Ranges) -> list[tuple[int, int]]:
-        """Maximal runs of mapped places within each range: (first place, number).
-
-        With `in_service` only of those that have memory of their own, in service.
-        """
+        """Maximal runs of mapped places within each range: (first place, number)."""
         table = self.arrays.table
         return _runs(ranges, lambda first, end: table[first:end] != 0)
 

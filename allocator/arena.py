@@ -8,7 +8,7 @@ from collections.abc import Callable
 from contextlib import suppress
 from dataclasses import dataclass
 from functools import cached_property
-from typing import Any, Literal
+from typing import Any, Literal, get_args
 
 import numpy as np
 import numpy.typing as npt
@@ -42,10 +42,16 @@ from vtensor.interrupts import interrupts_held
 from vtensor.units import MIB, format_bytes
 from vtensor.unpicklable import Unpicklable
 
-__all__ = ["Arena", "MemoryStats", "Offload"]
+__all__ = ["Arena", "MemoryStats", "Offload", "check_offload"]
 
 Offload = Literal["cpu", "discard"]
 _BUFFER_BYTES = 256 * MIB  # a power of two: torch rounds pinned memory up to one
+
+
+def check_offload(offload: object) -> None:
+    """Raise `ValueError` unless it is an `Offload`."""
+    if offload not in get_args(Offload):
+        raise ValueError(f"offload={offload!r} must be 'cpu' or 'discard'")
 
 
 @dataclass(frozen=True)
@@ -202,8 +208,7 @@ class Arena(Unpicklable):
         ClosedError
             The arena was closed.
         """
-        if offload not in ("cpu", "discard"):
-            raise ValueError(f"offload={offload!r} must be 'cpu' or 'discard'")
+        check_offload(offload)
         self.space.pool.driver.check_process()
         return self._change(lambda: self._sleep(offload))
 

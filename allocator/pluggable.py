@@ -21,7 +21,7 @@ from typing import Any, Literal, TypeVar
 import torch
 from torch.utils._python_dispatch import _disable_current_modes
 
-from vtensor.allocator.arena import Arena, MemoryStats, Offload
+from vtensor.allocator.arena import Arena, MemoryStats, Offload, check_offload
 from vtensor.allocator.driver import get_driver
 from vtensor.allocator.page_pool import PagePool
 from vtensor.devices import device_name, resolve_device
@@ -429,8 +429,7 @@ def sleep(tag: str, offload: Offload = "cpu") -> int:
     VTensorError
         Somebody allocates under the tag, or there is no host memory; nothing was changed on that device.
     """
-    if offload not in ("cpu", "discard"):
-        raise ValueError(f"offload={offload!r} must be 'cpu' or 'discard'")
+    check_offload(offload)
     sources = _sources_of(_named(tag))
     _give_back_unused(sources)  # it need not be copied
     return sum(source.sleep(offload) for source in sources)

@@ -51,7 +51,6 @@ __all__ = [
     "ARENA_WORDS",
     "FREE",
     "ArenaArrays",
-    "all_segments",
     "fall_asleep",
     "map_segments",
     "sweep",
@@ -224,17 +223,8 @@ def sweep(words: Int64, outcome: Int64) -> None:
 
 
 @compiled
-def all_segments(words: Int64) -> Int64:
-    """Segments that torch has: rows of ranges (first place, number of places, 0, largest size class). Takes a turn."""
-    pool, arena = pool_at(words), _arena_in(words)
-    take_turn(pool)
-    rows = _segments_in(arena)
-    end_turn(pool)
-    return rows
-
-
-@compiled
 def _segments_in(arena: ArenaArrays) -> Int64:
+    """Segments that torch has: rows of ranges (first place, number of places, 0, largest size class)."""
     rows, number, place = np.zeros((arena.header[NUM_SEGMENTS], RANGE_WORDS), np.int64), 0, 0
     while number < len(rows):
         length = arena.lengths[place]
@@ -247,7 +237,7 @@ def _segments_in(arena: ArenaArrays) -> Int64:
 
 @compiled
 def fall_asleep(words: Int64, outcome: Int64) -> Int64:
-    """Let no segment be allocated or unmapped from now on; all there are, as `all_segments`. Takes a turn.
+    """Let no segment be allocated or unmapped from now on; all there are, as ranges. Takes a turn.
 
     What was left over is taken away; where that fails, nothing is changed, and the outcome says why.
     """
@@ -263,7 +253,7 @@ def fall_asleep(words: Int64, outcome: Int64) -> Int64:
 
 @compiled
 def map_segments(words: Int64, outcome: Int64) -> Int64:
-    """Put memory below all segments, with whatever it holds, or below none; what they are. Takes a turn."""
+    """Put memory below all segments, with whatever it holds, or below none; the segments, as ranges. Takes a turn."""
     pool, space, arena = pool_at(words), _space_in(words), _arena_in(words)
     take_turn(pool)
     rows = _segments_in(arena)

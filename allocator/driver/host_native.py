@@ -111,6 +111,12 @@ def _give_up(state: np.ndarray, which: int, num_pages: int) -> bool:
 
 
 @compiled
+def _give_up_some(state: np.ndarray) -> bool:
+    """Make room for who takes mappings away: what is there for that first; False where nothing is left."""
+    return _give_up(state, SPARE, _SPARE_PAGES) or _give_up(state, ROOM, _ROOM_PAGES)
+
+
+@compiled
 def _has_room(state: np.ndarray) -> bool:
     """Whether mappings may be made."""
     return _keep(state, SPARE, _SPARE_PAGES) and _keep(state, ROOM, _ROOM_PAGES)
@@ -121,9 +127,7 @@ def _clear_range(state: np.ndarray, address: int, size: int, protection: int) ->
     """Put addresses without memory in place of mappings, at one stroke."""
     flags = _MAP_PRIVATE | _MAP_ANONYMOUS | _MAP_NORESERVE | _MAP_FIXED
     done = _mmap(address, size, protection, flags, -1, 0) == address
-    if not done and _give_up(state, SPARE, _SPARE_PAGES):
-        done = _mmap(address, size, protection, flags, -1, 0) == address
-    if not done and _give_up(state, ROOM, _ROOM_PAGES):
+    while not done and _give_up_some(state):
         done = _mmap(address, size, protection, flags, -1, 0) == address
     if done:
         _madvise(address, size, _MADV_DONTFORK)
@@ -247,9 +251,7 @@ def _address_free(address: int, size: int) -> int:
         if record[_BASE] == address and record[_LENGTH] == size and record[_NUM_MAPPED] == 0:
             # The system merges neighbouring reservations: to take one out may cut the rest in two, one mapping more.
             done = _munmap(address, size) == 0
-            if not done and _give_up(state, SPARE, _SPARE_PAGES):
-                done = _munmap(address, size) == 0
-            if not done and _give_up(state, ROOM, _ROOM_PAGES):
+            while not done and _give_up_some(state):
                 done = _munmap(address, size) == 0
             if done:
                 _munmap(record[_TABLE], size // state[PAGE_BYTES] * 4)

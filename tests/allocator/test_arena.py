@@ -77,7 +77,7 @@ def make_torch(device: str) -> Any:
     for one in made:
         if not one.arena.space.closed:
             one.arena.check_integrity()
-            for first, *_ in one.arena._native.all_segments(one.arena._words).tolist():
+            for first in np.flatnonzero(one.arena._arrays.lengths > 0).tolist():
                 one.free(one.arena.space.base + first * one.size)
             one.arena.check_integrity()
             one.arena.close()

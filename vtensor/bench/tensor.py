@@ -58,7 +58,7 @@ def benchmark(
 ) -> Benchmark:
     """The benchmark for a device. `small`: a first look, in a few seconds.
 
-    `touched_bytes` is what the first touches fill, a multiple of the driver's usual page group; by default 16 GiB on a
+    `touched_bytes` is what the first touches fill, a multiple of the driver's usual page group; by default 64 GiB on a
     GPU, or half of what is free there, and 256 MiB on a host.
     """
     device = device_name(resolve_device(device))
@@ -68,7 +68,7 @@ def benchmark(
     if touched_bytes is None:
         touched_bytes = 64 * size if small else 256 * MIB
         if on_gpu and not small:
-            touched_bytes = min(16 * GIB, driver.memory_info()[0] // 2 // size * size)
+            touched_bytes = min(64 * GIB, driver.memory_info()[0] // 2 // size * size)
     if touched_bytes < size or touched_bytes % size:
         raise ValueError(f"touched_bytes={touched_bytes!r} must be a positive multiple of {size:,}, the page group")
     read_bytes = 64 * size if small else 4 * GIB if on_gpu else 64 * MIB
