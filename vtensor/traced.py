@@ -353,26 +353,29 @@ def _decode(
         made.append(virtual(number, rest[:dims], rest[dims : 2 * dims], rest[2 * dims], context))
         views = rest[2 * dims + 1 :]
 
-    def decode(value: Any) -> Any:
-        if isinstance(value, list):
-            return [decode(one) for one in value]
-        if not isinstance(value, dict):
-            return value
-        ((kind, one),) = value.items()
-        match kind:
-            case "virtual":
-                return made[one]
-            case "tensor":
-                return tensors[one]
-            case "number":
-                return numbers[one]
-            case "complex":
-                return complex(*one)
-            case "device":
-                return torch.device(one)
-        return getattr(torch, one)
+    args = [_decoded(value, made, tensors, numbers) for value in call.args]
+    return args, {name: _decoded(value, made, tensors, numbers) for name, value in call.kwargs.items()}
 
-    return decode(call.args), {name: decode(value) for name, value in call.kwargs.items()}
+
+def _decoded(value: Any, made: Sequence[Any], tensors: Sequence[Any], numbers: Sequence[Any]) -> Any:
+    """One argument; made of no closure that calls itself, a cycle that would keep the tensors for a while."""
+    if isinstance(value, list):
+        return [_decoded(one, made, tensors, numbers) for one in value]
+    if not isinstance(value, dict):
+        return value
+    ((kind, one),) = value.items()
+    match kind:
+        case "virtual":
+            return made[one]
+        case "tensor":
+            return tensors[one]
+        case "number":
+            return numbers[one]
+        case "complex":
+            return complex(*one)
+        case "device":
+            return torch.device(one)
+    return getattr(torch, one)
 
 
 def _operator(name: str) -> Any:

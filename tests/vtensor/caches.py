@@ -174,12 +174,16 @@ class Pattern:
 
 
 class Busy:
-    """A device that has not finished with what it was given, until it is told to: in place of a cache's events."""
+    """A device that has not finished with what it was given, until it is told to: in place of a cache's events.
+
+    What says that it has finished waits for the real one, which may be busy with others.
+    """
 
     def __init__(self, cache: vt.KVCacheManager, monkeypatch: pytest.MonkeyPatch) -> None:
         self.is_busy = True
         self.num_waits = 0  # of streams for it
         self.num_stops = 0  # of callers for it
+        self._device = cache.device
         streams: Any = cache._region.streams
         self._wait_for_others = streams.wait
         monkeypatch.setattr(streams, "record", lambda: [self])
@@ -192,9 +196,16 @@ class Busy:
 
     def query(self) -> bool:
         """Whether it has finished."""
+        if not self.is_busy:
+            self._finish()
         return not self.is_busy
 
     def synchronize(self) -> None:
         """Wait until it has finished."""
         self.num_stops += self.is_busy
         self.is_busy = False
+        self._finish()
+
+    def _finish(self) -> None:
+        if self._device.type == "cuda":
+            torch.cuda.synchronize(self._device)

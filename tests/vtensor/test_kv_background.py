@@ -500,6 +500,26 @@ def test_the_watermark_is_looked_at_after_steps_that_were_ready(
     close(hundred)
 
 
+def test_what_arrives_while_a_step_looks_counts(
+    device: str, hundred: vt.PagePool, driver: Driver, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    with three_deferred(device, hundred, 0.2, 0.35) as cache:
+        space = cache._region.space
+
+        def headroom() -> tuple[int, int]:
+            found = vt.PagePool.headroom(hundred)
+            space.settle()
+            return found
+
+        with delay(driver, Call.UNMAP, 30_000):
+            assert stepped(cache, {3: 31})[0] == 0  # 19 are left: two of ten each shall go
+            monkeypatch.setattr(hundred, "headroom", headroom)
+            cache._memory.keep_watermark()
+        assert stats(cache).num_reclaimed == 2 * 10
+        assert states(cache)[:3] == [FREE, DEFERRED, FREE]
+    close(hundred)
+
+
 def test_what_is_unmapped_in_the_background_waits_for_the_device(
     device: str, hundred: vt.PagePool, monkeypatch: pytest.MonkeyPatch
 ) -> None:

@@ -14,6 +14,7 @@ import torch
 import torch._dynamo.testing
 import torch.nn.functional as F
 from torch import nn
+from torch.multiprocessing.reductions import StorageWeakRef
 
 import vtensor as vt
 from tests.helpers.faults import BROKEN, fail
@@ -440,6 +441,25 @@ def test_plain_code_after_virtual_code(device: str) -> None:
         assert type(result) is type(tensor)
         assert result.data_ptr() == tensor.data_ptr()
         assert (result == 2).all()
+
+
+def test_a_call_keeps_nothing() -> None:
+    def write(x: torch.Tensor, y: torch.Tensor) -> torch.Tensor:
+        x[3] = y
+        return x[3:5].sum()
+
+    x, y = rows("cpu"), torch.ones(page("cpu") // 4)
+    run = compiled(write)
+    run(x, y)
+    gc.collect()
+    gc.disable()
+    try:
+        run(x, y)
+        storage = StorageWeakRef(y.untyped_storage())
+        del y
+        assert storage.expired()
+    finally:
+        gc.enable()
 
 
 def test_inductor_leaves_calls_out_of_cuda_graphs() -> None:

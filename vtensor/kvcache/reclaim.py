@@ -247,16 +247,16 @@ class SlotMemory:
         """When less than the low watermark is left, give up deferred slots up to the high one, oldest first."""
         if not self.is_check_due():
             return
-        pool = self._region.space.pool
-        available, total = pool.headroom()
+        # First what is on its way, then what is there: what arrives in between must not be missed, or too much would go.
+        going = [0] * len(self._slots.arrays.state)
+        for leaving in self._leaving:
+            going[leaving.slot] += self._num_mapped(leaving.ranges)
+        available, total = self._region.space.pool.headroom()
         low, high = (int(part * total) for part in self._watermarks)
         if available >= low:
             self._check_in = max(1, (available - low) // 4)  # others may use the same memory
             return
-        going = {slot: 0 for slot in range(len(self._slots.arrays.state))}
-        for leaving in self._leaving:
-            going[leaving.slot] += self._num_mapped(leaving.ranges)
-        available += sum(going.values())
+        available += sum(going)
         deferred = self._slots.deferred_oldest_first().tolist()
         if not deferred:
             self._check_in = max(1, total // 64)  # there is nothing to give up, and asking the device takes time
