@@ -247,7 +247,7 @@ class SlotMemory:
         """When less than the low watermark is left, give up deferred slots up to the high one, oldest first."""
         if not self.is_check_due():
             return
-        # First what is on its way, then what is there: what arrives in between must not be missed, or too much would go.
+        # First what is on its way, then what is there: what arrives in between must not be missed, or too much goes.
         going = [0] * len(self._slots.arrays.state)
         for leaving in self._leaving:
             going[leaving.slot] += self._num_mapped(leaving.ranges)
