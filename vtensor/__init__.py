@@ -4,6 +4,7 @@ import vtensor.traced  # noqa: F401  for torch.compile
 from vtensor.allocator.arena import MemoryStats
 from vtensor.allocator.page_pool import PagePool
 from vtensor.allocator.pluggable import memory_stats, sleep, trim, use_allocator, wake
+from vtensor.attention_backends import attention
 from vtensor.errors import (
     ClosedError,
     DriverError,
@@ -40,6 +41,7 @@ __all__ = [
     "VTensorError",
     "VirtualTensor",
     "as_virtual",
+    "attention",
     "empty",
     "empty_like",
     "empty_strided",

@@ -36,7 +36,7 @@ class Check:
     Attributes
     ----------
     area : str
-        ``"software"``, ``"host"``, ``"nvidia"``, ``"cuda:<index>"`` or ``"models"``.
+        ``"software"``, ``"host"``, ``"nvidia"``, ``"cuda:<index>"``, ``"attention"`` or ``"models"``.
     name, value : str
         What, and what was found.
     status : {"ok", "limited", "missing"}
@@ -53,7 +53,7 @@ class Check:
 
 def collect() -> list[Check]:
     """Look at everything. Never raises: what fails is a check that says so."""
-    return [*_software(), *_host(), *_nvidia(), *_models()]
+    return [*_software(), *_host(), *_nvidia(), *_attention(), *_models()]
 
 
 def host_works(checks: Sequence[Check]) -> bool:
@@ -264,6 +264,28 @@ def _largest_reservation(area: str, driver: Driver) -> Check:
             area, "addresses", status, f"{format_bytes(size)} in one piece", "the largest cache that can be reserved"
         )
     return Check(area, "addresses", "missing", "not even 1 TiB in one piece", "only small caches can be reserved")
+
+
+# -- attention -----------------------------------------------------------------------------------------------------
+
+
+def _attention() -> Iterator[Check]:
+    """The back-ends of `vtensor.attention`: each is there or is not, and none is needed."""
+    from vtensor.attention_backends.choose import BACKENDS
+
+    here = ["cpu", *(["cuda"] if torch.cuda.is_available() else [])]
+    for name, backend in BACKENDS.items():
+        if why := backend.why_absent():
+            how = backend.install or f"pip install {backend.package}"
+            yield Check("attention", name, "missing", why, f"optional: {how}")
+            continue
+        version = backend.version()
+        value = f"{backend.package} {version}" if version else backend.package
+        devices = [device for device in here if (why := backend.why_not_on(torch.device(device))) is None]
+        if devices:
+            yield Check("attention", name, "ok", value, f"for tensors on {' and '.join(devices)}")
+        else:
+            yield Check("attention", name, "limited", value, f"not on this machine: {why}")
 
 
 # -- models --------------------------------------------------------------------------------------------------------

@@ -4,10 +4,12 @@ import json
 from collections.abc import Callable
 
 import pytest
+import torch
 from typer.testing import CliRunner
 
 from vtensor import doctor
 from vtensor.allocator.driver import cuda
+from vtensor.attention_backends.choose import BACKENDS
 from vtensor.cli import app
 from vtensor.doctor import Check
 from vtensor.errors import DriverError, VTensorError
@@ -47,7 +49,7 @@ def test_this_machine(nothing_left_behind: None) -> None:
 def test_command(runner: CliRunner) -> None:
     done = runner.invoke(app, ["doctor"])
     assert done.exit_code == 0, done.output
-    for word in ("host", "round trip", "software", "torch", "nvidia", "demo weights"):
+    for word in ("host", "round trip", "software", "torch", "nvidia", "attention", "demo weights"):
         assert word in done.stdout
 
 
@@ -123,6 +125,23 @@ def test_gpu_that_fails(monkeypatch: pytest.MonkeyPatch) -> None:
     play_gpu(monkeypatch)
     monkeypatch.setattr(cuda, "describe_device", fail(DriverError("cuDeviceGet", "CUDA_ERROR_UNKNOWN", "unknown")))
     assert "CUDA_ERROR_UNKNOWN" in find(doctor.collect(), "cuda:0", "device").value
+
+
+def test_attention_backends(monkeypatch: pytest.MonkeyPatch) -> None:
+    checks = [check for check in doctor.collect() if check.area == "attention"]
+    assert [check.name for check in checks] == list(BACKENDS)
+    assert find(checks, "attention", "reference").status == "ok"
+    assert "cpu" in find(checks, "attention", "sdpa-flash").consequence
+    monkeypatch.setattr(type(BACKENDS["flashinfer"]), "why_absent", lambda self: "flashinfer is not installed")
+    monkeypatch.setattr(type(BACKENDS["fa3-fwd"]), "why_absent", lambda self: None)
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: False)
+    checks = doctor.collect()
+    absent = find(checks, "attention", "flashinfer")
+    assert (absent.status, absent.value) == ("missing", "flashinfer is not installed")
+    assert absent.consequence == "optional: pip install flashinfer-python"
+    useless = find(checks, "attention", "fa3-fwd")
+    assert (useless.status, useless.value.split()[0]) == ("limited", "fa3_fwd")
+    assert "cuda, not cpu" in useless.consequence
 
 
 @pytest.mark.parametrize(

@@ -1,0 +1,210 @@
+"""Attention over a contiguous KV cache: a few new tokens of each request, or many."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+
+from vtensor.triton_kernels.arguments import AttentionArguments, check_attention, check_tensor
+from vtensor.triton_kernels.decode import DecodePlan
+from vtensor.triton_kernels.launch import signature
+from vtensor.triton_kernels.library import attend_into
+from vtensor.triton_kernels.prefill import PrefillPlan
+
+__all__ = ["decode_attention", "prefill_attention"]
+
+MOST_QUERIES = 128
+"""Queries of a request up to which keys are split among programs; more of them fill a GPU by themselves."""
+
+_MOST_PLANS = 4096
+
+_Result = torch.Tensor | tuple[torch.Tensor, torch.Tensor]
+
+
+def decode_attention(
+    q: torch.Tensor,
+    k: torch.Tensor,
+    v: torch.Tensor,
+    seq_lens: torch.Tensor,
+    batch_idx: torch.Tensor | None = None,
+    *,
+    scale: float | None = None,
+    window: int | None = None,
+    softcap: float | None = None,
+    sinks: torch.Tensor | None = None,
+    alibi_slopes: torch.Tensor | None = None,
+    k_scale: torch.Tensor | None = None,
+    v_scale: torch.Tensor | None = None,
+    return_lse: bool = False,
+    out: torch.Tensor | None = None,
+) -> _Result:
+    """Attention of one or a few new tokens of each request.
+
+    It reads the rows of k and v that a query sees, and no other, once for all query heads of a KV head: B * length * Hkv *
+    (D + Dv) elements. Repeats give the same bits. It never waits for the device, and may be captured into a CUDA graph,
+    whose replays take the lengths that are then in `seq_lens`.
+
+    Parameters
+    ----------
+    q : Tensor
+        [B, Hq, D], or [B, Sq, Hq, D]: the last Sq tokens of each request; float16, bfloat16 or float32.
+    k, v : Tensor
+        [slots, L, Hkv, D] and [slots, L, Hkv, Dv], strided as they may be but in the last dimension; of q's dtype or
+        float8_e4m3fn. Hq is a multiple of Hkv. v may be a part of k (latent attention).
+    seq_lens : Tensor
+        [B] int32, on q's device: tokens of each request in the cache, those of q included. 0: nothing is read.
+    batch_idx : Tensor, optional
+        [B] int32, on q's device: the slot of each request, by default its own number; -1 for padding, whose output is 0.
+    scale : float, optional
+        Of the scores; 1 / sqrt(D) by default.
+    window : int, optional
+        The query at position p sees positions p - window + 1 to p (as in transformers; FlashAttention calls that
+        ``(window - 1, 0)``).
+    softcap : float, optional
+        c in c * tanh(score / c).
+    sinks : Tensor, optional
+        [Hq]: logits that take part in the softmax, and have no value.
+    alibi_slopes : Tensor, optional
+        [Hq] float32: times the distance of a key, which is 0 or negative, added to its logit.
+    k_scale, v_scale : Tensor, optional
+        [Hkv] or one, float32, on q's device: what a float8 cache is to be multiplied with.
+    return_lse : bool
+        Whether the logarithm of the sum of exponentials is wanted as well.
+    out : Tensor, optional
+        Where the output goes, of q's dtype and shape, with Dv for D.
+
+    Returns
+    -------
+    Tensor, or Tensor, Tensor
+        The output; with `return_lse` also natural log-sum-exp values, float32 [B, Hq] or [B, Sq, Hq]. A query that sees no
+        key has 0 and -inf.
+
+    Raises
+    ------
+    ValueError
+        An argument that does not fit, by name, value and rule; nothing was launched. What indices on a CUDA device hold is
+        not looked at: lengths are cut to L, and what is no slot counts as padding.
+    """
+    options = (scale, window, softcap, sinks, alibi_slopes, k_scale, v_scale)
+    if isinstance(q, torch.Tensor) and q.dim() == 4 and q.shape[1] > MOST_QUERIES and q.shape[0]:
+        batch, count = q.shape[:2]
+        cu_seqlens = torch.arange(0, (batch + 1) * count, count, dtype=torch.int32, device=q.device)
+        flat = None if out is None else out.view(-1, *out.shape[2:])
+        found = _attend(q.flatten(0, 1), k, v, seq_lens, batch_idx, cu_seqlens, True, options, return_lse, flat)
+        if isinstance(found, tuple):
+            return found[0].unflatten(0, (batch, count)), found[1].unflatten(0, (batch, count))
+        return found.unflatten(0, (batch, count))
+    return _attend(q, k, v, seq_lens, batch_idx, None, True, options, return_lse, out)
+
+
+def prefill_attention(
+    q: torch.Tensor,
+    k: torch.Tensor,
+    v: torch.Tensor,
+    cu_seqlens: torch.Tensor,
+    seq_lens: torch.Tensor,
+    batch_idx: torch.Tensor | None = None,
+    *,
+    causal: bool = True,
+    scale: float | None = None,
+    window: int | None = None,
+    softcap: float | None = None,
+    sinks: torch.Tensor | None = None,
+    alibi_slopes: torch.Tensor | None = None,
+    k_scale: torch.Tensor | None = None,
+    v_scale: torch.Tensor | None = None,
+    return_lse: bool = False,
+    out: torch.Tensor | None = None,
+) -> _Result:
+    """Attention of many new tokens of each request: all of a prompt, or a chunk of it.
+
+    It takes 4 * Hq * D floating-point operations for each query and key that it sees.
+
+    Parameters
+    ----------
+    q : Tensor
+        [T, Hq, D]: the new tokens of all requests, one request after another.
+    cu_seqlens : Tensor
+        [B + 1] int32, on q's device: request b has the rows from cu_seqlens[b] to cu_seqlens[b + 1]. Query i of n stands at
+        position seq_lens[b] - n + i of its request. Rows after the last one are not computed.
+    causal : bool
+        Whether a query sees keys up to its own position; otherwise all of its request.
+
+    All others are as for `decode_attention`.
+
+    Returns
+    -------
+    Tensor, or Tensor, Tensor
+        [T, Hq, Dv]; with `return_lse` also float32 [T, Hq].
+
+    Raises
+    ------
+    ValueError
+        An argument that does not fit, by name, value and rule; nothing was launched.
+    """
+    options = (scale, window, softcap, sinks, alibi_slopes, k_scale, v_scale)
+    if cu_seqlens is None:
+        raise ValueError(
+            "cu_seqlens is None: it must be a tensor of [B + 1]; decode_attention takes queries [B, Sq, Hq, D]"
+        )
+    return _attend(q, k, v, seq_lens, batch_idx, cu_seqlens, causal, options, return_lse, out)
+
+
+_plans: dict[Any, DecodePlan | PrefillPlan] = {}
+
+
+def _attend(
+    q: torch.Tensor,
+    k: torch.Tensor,
+    v: torch.Tensor,
+    seq_lens: torch.Tensor,
+    batch_idx: torch.Tensor | None,
+    cu_seqlens: torch.Tensor | None,
+    causal: bool,
+    options: tuple[Any, ...],
+    return_lse: bool,
+    out: torch.Tensor | None,
+) -> _Result:
+    scale, window, softcap, sinks, alibi_slopes, k_scale, v_scale = options
+    is_traced = torch.compiler.is_compiling()
+    plan = key = None
+    if not is_traced:
+        try:
+            tensors = signature(k, v, seq_lens, batch_idx, cu_seqlens, sinks, alibi_slopes, k_scale, v_scale, out)
+            rows = q.shape if cu_seqlens is None else q.shape[1:]
+            addresses = k.data_ptr(), v.data_ptr()  # latents are one memory; descriptors want multiples of 16
+            how = rows, q.stride(), q.dtype, q.device, addresses[0] == addresses[1], (addresses[0] | addresses[1]) % 16
+            key = how, tensors, causal, scale, window, softcap, return_lse
+            plan = _plans.get(key) if cu_seqlens is None or out is None else None
+        except (AttributeError, TypeError):
+            key = None  # not what it should be: the checks say what
+    if plan is None:
+        call = check_attention(
+            q, k, v, seq_lens, batch_idx, cu_seqlens, causal=causal, scale=scale, window=window, softcap=softcap,
+            sinks=sinks, alibi_slopes=alibi_slopes, k_scale=k_scale, v_scale=v_scale,
+        )  # fmt: skip
+        if out is not None:
+            shape = (*q.shape[:-1], v.shape[3])
+            check_tensor("out", out, device=q.device, dtype=q.dtype, shape=shape, dense=False)
+    else:
+        call = AttentionArguments(
+            q, k, v, seq_lens, batch_idx, cu_seqlens, causal, 0.0, 0, 0.0, sinks, alibi_slopes, k_scale, v_scale
+        )
+    if out is None:
+        out = torch.empty((*q.shape[:-1], v.shape[3]), dtype=q.dtype, device=q.device)
+    lse = torch.empty(q.shape[:-1], dtype=torch.float32, device=q.device) if return_lse else None
+    if plan is not None:
+        plan.run(call, out, lse)
+    elif is_traced:
+        torch.ops.vtensor.attend(
+            call.q, k, v, seq_lens, batch_idx, cu_seqlens, causal, call.scale, call.window, call.softcap,
+            sinks, alibi_slopes, call.k_scale, call.v_scale, out, lse,
+        )  # fmt: skip
+    else:
+        plan = attend_into(call, out, lse)
+        if plan is not None and q.device.type == "cuda":
+            if len(_plans) >= _MOST_PLANS:
+                _plans.clear()
+            _plans[key] = plan
+    return out if lse is None else (out, lse)

@@ -1,0 +1,425 @@
+"""Decode: attention of a few new tokens of each request, over its slot of the cache.
+
+The work is cut into tiles of BLOCK_N keys, of every KV head of every request, one after another:
+
+    request 0, head 0      head 1                 request 1, head 0    head 1
+    | t | t | t | t | t |  | t | t | t | t | t |  | t | t |            | t | t |
+    '--- program 0 ---'    '--- program 1 ---'       '- program 2 -'
+
+As many programs as the GPU holds at once take equal parts of it, wherever those begin and end, so one long request is as
+well spread as many short ones. Each program finds its part from the lengths on the device: a CUDA graph captured once
+stays right, and balanced, whatever the lengths are when it is replayed. An item (the tiles of one head) that lies within
+one program is done; of others each program leaves a part, and a second kernel merges those, in a fixed order.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+import triton
+import triton.language as tl
+
+from vtensor.triton_kernels.arguments import AttentionArguments
+from vtensor.triton_kernels.launch import Launch, device_of, num_multiprocessors, split_width, suits_descriptors
+from vtensor.triton_kernels.softmax import finish, logits, row_offsets, soften
+from vtensor.triton_kernels.tuning import DecodeTuning, decode_tuning
+from vtensor.triton_kernels.workspace import counters
+
+__all__ = ["DecodePlan"]
+
+_MOST_LENGTHS = 1024
+"""Requests whose lengths each program adds up itself; for more that is done before, in memory."""
+
+
+@triton.jit
+def _bounds(lens, num_queries, window, BLOCK_N: tl.constexpr, WINDOW: tl.constexpr):
+    """First key that is seen, and number of tiles from there on, of requests of so many tokens."""
+    first = tl.zeros_like(lens)
+    if WINDOW:  # what lies before it may have no memory
+        first = tl.maximum(lens - num_queries - window + 1, 0)
+    return first, tl.cdiv(lens - first, BLOCK_N)
+
+
+@triton.jit
+def _request_lens(seq_lens_ptr, batch_idx_ptr, b, valid, num_slots, slot_tokens, INDEXED: tl.constexpr):
+    """Lengths of requests; 0 where there is nothing to do."""
+    lens = tl.load(seq_lens_ptr + b, mask=valid, other=0)
+    lens = tl.minimum(tl.maximum(lens, 0), slot_tokens)
+    if INDEXED:
+        slots = tl.load(batch_idx_ptr + b, mask=valid, other=-1)
+        lens = tl.where((slots >= 0) & (slots < num_slots), lens, 0)
+    return lens
+
+
+@triton.jit
+def _add_up_kernel(
+    ends_ptr, seq_lens_ptr, batch_idx_ptr, batch, num_slots, slot_tokens, num_queries, window,
+    BLOCK_N: tl.constexpr, WINDOW: tl.constexpr, INDEXED: tl.constexpr, BLOCK: tl.constexpr,
+):  # fmt: skip
+    """Where the tiles of each request end, in the order of requests."""
+    total = tl.zeros([], tl.int64)
+    for begin in range(0, batch, BLOCK):
+        b = begin + tl.arange(0, BLOCK)
+        lens = _request_lens(seq_lens_ptr, batch_idx_ptr, b, b < batch, num_slots, slot_tokens, INDEXED)
+        _, count = _bounds(lens, num_queries, window, BLOCK_N, WINDOW)
+        count = count.to(tl.int64)
+        tl.store(ends_ptr + b, total + tl.cumsum(count, 0), mask=b < batch)
+        total += tl.sum(count, 0)
+
+
+@triton.jit
+def _write(
+    out_ptr, lse_ptr, sinks_ptr, acc, m, l, b, r, head, is_row, stride_request, stride_token, stride_head,
+    NUM_QUERIES: tl.constexpr, NUM_KV_HEADS: tl.constexpr, GROUP: tl.constexpr, DV: tl.constexpr, BLOCK_DV: tl.constexpr,
+    SINKS: tl.constexpr, LSE: tl.constexpr,
+):  # fmt: skip
+    """Write rows of an item that are complete: row r is query r // GROUP, head r % GROUP of the group."""
+    query, q_head = r // GROUP, head * GROUP + r % GROUP
+    sinks = m * 0
+    if SINKS:
+        sinks = tl.load(sinks_ptr + q_head, mask=is_row, other=0.0).to(tl.float32)
+    out, lse = finish(acc, m, l, sinks, SINKS)
+    dim = tl.arange(0, BLOCK_DV)
+    out_row = out_ptr + b.to(tl.int64) * stride_request + query * stride_token + q_head * stride_head
+    tl.store(out_row[:, None] + dim[None, :], out, mask=is_row[:, None] & (dim < DV)[None, :])
+    if LSE:
+        at = (b.to(tl.int64) * NUM_QUERIES + query) * (NUM_KV_HEADS * GROUP) + q_head
+        tl.store(lse_ptr + at, lse, mask=is_row)
+
+
+@triton.jit
+def _merge(
+    out_ptr, lse_ptr, sinks_ptr, part_ptr, part_sums_ptr, first, last, lane, b, head, block, first_row,
+    stride_request, stride_token, stride_head,
+    NUM_QUERIES: tl.constexpr, NUM_KV_HEADS: tl.constexpr, GROUP: tl.constexpr, DV: tl.constexpr, BLOCK_DV: tl.constexpr,
+    BLOCK_M: tl.constexpr, LANES: tl.constexpr, ROWS: tl.constexpr, PARTS: tl.constexpr,
+    SINKS: tl.constexpr, LSE: tl.constexpr,
+):  # fmt: skip
+    """Put together some rows of an item, of which columns `first` to `last` left a part each; `PARTS` at a time."""
+    dim = tl.arange(0, BLOCK_DV)
+    row = first_row + tl.arange(0, ROWS)
+    r = block * BLOCK_M + row
+    is_row = r < NUM_QUERIES * GROUP
+    m = tl.full([ROWS], float("-inf"), tl.float32)
+    l = tl.zeros([ROWS], tl.float32)
+    acc = tl.zeros([ROWS, BLOCK_DV], tl.float32)
+    for begin in range(first, last + 1, PARTS):
+        column = begin + tl.arange(0, PARTS)
+        is_part = (column <= last)[:, None] & is_row[None, :]
+        part = ((column * LANES + lane) * 2 + (column == first).to(tl.int32)).to(tl.int64)
+        # Past the first-level cache, which does not see what other multiprocessors write.
+        sums = part_sums_ptr + part[:, None] * 2 * BLOCK_M + row[None, :]
+        part_m = tl.load(sums, mask=is_part, other=float("-inf"), cache_modifier=".cg")
+        part_l = tl.load(sums + BLOCK_M, mask=is_part, other=0.0, cache_modifier=".cg")
+        at = part_ptr + ((part[:, None] * BLOCK_M + row[None, :]) * BLOCK_DV)[:, :, None] + dim[None, None, :]
+        part_acc = tl.load(at, mask=is_part[:, :, None], other=0.0, cache_modifier=".cg")
+        m_new = tl.maximum(m, tl.max(part_m, 0))
+        m_used = tl.where(m_new == float("-inf"), 0.0, m_new)
+        factor = tl.exp2(part_m - m_used[None, :])
+        alpha = tl.exp2(m - m_used)
+        l = l * alpha + tl.sum(part_l * factor, 0)
+        acc = acc * alpha[:, None] + tl.sum(part_acc * factor[:, :, None], 0)
+        m = m_new
+    _write(
+        out_ptr, lse_ptr, sinks_ptr, acc, m, l, b, r, head, is_row, stride_request, stride_token, stride_head,
+        NUM_QUERIES, NUM_KV_HEADS, GROUP, DV, BLOCK_DV, SINKS, LSE,
+    )  # fmt: skip
+
+
+@triton.jit
+def _decode_kernel(
+    q_ptr, k_ptr, v_ptr, out_ptr, lse_ptr, part_ptr, part_sums_ptr, counters_ptr,
+    seq_lens_ptr, batch_idx_ptr, ends_ptr, sinks_ptr, slopes_ptr, k_scale_ptr, v_scale_ptr, table_ptr,
+    stride_q_request, stride_q_token, stride_q_head,
+    stride_k_slot, stride_k_token, stride_k_head, stride_v_slot, stride_v_token, stride_v_head,
+    stride_out_request, stride_out_token, stride_out_head, stride_table,
+    batch, num_slots, slot_tokens, scale, window, softcap, k_scale_step, v_scale_step,
+    NUM_QUERIES: tl.constexpr, NUM_KV_HEADS: tl.constexpr, GROUP: tl.constexpr,
+    D: tl.constexpr, D_MAIN: tl.constexpr, D_REST: tl.constexpr, DV: tl.constexpr, BLOCK_DV: tl.constexpr,
+    BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr, BLOCK_B: tl.constexpr, LOG_B: tl.constexpr, LANES: tl.constexpr,
+    MERGED_ROWS: tl.constexpr, MERGED_PARTS: tl.constexpr,
+    INDEXED: tl.constexpr, WINDOW: tl.constexpr, SOFTCAP: tl.constexpr, ALIBI: tl.constexpr, SINKS: tl.constexpr,
+    K_SCALE: tl.constexpr, V_SCALE: tl.constexpr, V_IS_K: tl.constexpr, LSE: tl.constexpr,
+    PAGE: tl.constexpr, TILES: tl.constexpr, STAGES: tl.constexpr, PRECISION: tl.constexpr,
+):  # fmt: skip
+    program = tl.program_id(0)
+    column, lane = program // LANES, program % LANES
+    ROWS: tl.constexpr = NUM_QUERIES * GROUP
+    NUM_M: tl.constexpr = (ROWS + BLOCK_M - 1) // BLOCK_M
+    ITEMS: tl.constexpr = NUM_KV_HEADS * NUM_M  # of a request
+    TURNS: tl.constexpr = ITEMS // LANES
+    row = tl.arange(0, BLOCK_M)
+    dim, dim_v = tl.arange(0, D_MAIN), tl.arange(0, BLOCK_DV)
+    dim_rest = D_MAIN + tl.arange(0, 16 if D_REST == 0 else D_REST)
+    # -- what nobody has a tile of --
+    for number in range(program, batch, tl.num_programs(0)):
+        empty = program * 0 + number  # a number to the interpreter otherwise
+        if _request_lens(seq_lens_ptr, batch_idx_ptr, empty, True, num_slots, slot_tokens, INDEXED) == 0:
+            nothing = tl.full([BLOCK_M], float("-inf"), tl.float32)
+            zeros = tl.zeros([BLOCK_M, BLOCK_DV], tl.float32)
+            for item in range(ITEMS):
+                r = item % NUM_M * BLOCK_M + row
+                _write(
+                    out_ptr, lse_ptr, sinks_ptr, zeros, nothing, nothing, empty, r, item // NUM_M, r < ROWS,
+                    stride_out_request, stride_out_token, stride_out_head,
+                    NUM_QUERIES, NUM_KV_HEADS, GROUP, DV, BLOCK_DV, SINKS, LSE,
+                )  # fmt: skip
+    # -- the tiles of this program --
+    all_b = tl.arange(0, BLOCK_B)
+    if LOG_B == 0:
+        all_lens = _request_lens(seq_lens_ptr, batch_idx_ptr, all_b, all_b < batch, num_slots, slot_tokens, INDEXED)
+        _, counts = _bounds(all_lens, NUM_QUERIES, window, BLOCK_N, WINDOW)
+        counts = counts.to(tl.int64) * TURNS
+        ends = tl.cumsum(counts, 0)
+        total = tl.sum(counts, 0)
+    else:
+        total = tl.load(ends_ptr + batch - 1) * TURNS
+    share = tl.maximum(tl.minimum(total, tl.num_programs(0) // LANES), 1)  # columns that have a tile at least
+    tile, last_tile = total * column // share, tl.minimum(total * (column + 1) // share, total)
+    while tile < last_tile:
+        # -- the item in which the tile lies: request b, head and block of rows --
+        if LOG_B == 0:
+            b = tl.sum((ends <= tile).to(tl.int32), 0)
+            begin = tl.sum(tl.where(all_b < b, counts, 0), 0)
+        else:
+            low, high = tl.zeros([], tl.int32), batch + tl.zeros([], tl.int32)  # the first whose end is beyond it
+            for _ in range(LOG_B):
+                middle = (low + high) // 2
+                is_before = tl.load(ends_ptr + tl.minimum(middle, batch - 1)) * TURNS <= tile
+                low, high = tl.where(is_before & (low < high), middle + 1, low), tl.where(is_before, high, middle)
+            b = low
+            begin = tl.load(ends_ptr + b - 1, mask=b > 0, other=0) * TURNS
+        length = _request_lens(seq_lens_ptr, batch_idx_ptr, b, True, num_slots, slot_tokens, INDEXED)
+        first_key, count = _bounds(length, NUM_QUERIES, window, BLOCK_N, WINDOW)
+        within = (tile - begin).to(tl.int32)  # a request has less than 2^31 tiles
+        turn, skipped = within // count, within % count
+        here = tl.minimum(count - skipped, last_tile - tile).to(tl.int32)
+        item = turn * LANES + lane
+        head, block = item // NUM_M, item % NUM_M
+        slot = b
+        if INDEXED:
+            slot = tl.load(batch_idx_ptr + b)
+        if PAGE > 0:
+            slot *= 0
+        # -- its queries --
+        r = block * BLOCK_M + row
+        query, q_head = r // GROUP, head * GROUP + r % GROUP
+        is_row = r < ROWS
+        position = length - NUM_QUERIES + query
+        q_row = q_ptr + b.to(tl.int64) * stride_q_request + query * stride_q_token + q_head * stride_q_head
+        q = tl.load(q_row[:, None] + dim[None, :], mask=is_row[:, None], other=0.0)
+        if D_REST > 0:
+            q_rest = tl.load(
+                q_row[:, None] + dim_rest[None, :], mask=is_row[:, None] & (dim_rest < D)[None, :], other=0.0
+            )
+        slopes = tl.zeros([BLOCK_M, 1], tl.float32)
+        if ALIBI:
+            slopes = tl.load(slopes_ptr + q_head, mask=is_row, other=0.0)[:, None]
+        scale_here = scale
+        if K_SCALE:
+            scale_here = scale * tl.load(k_scale_ptr + head * k_scale_step)
+        # -- its keys and values --
+        k_head = k_ptr + slot.to(tl.int64) * stride_k_slot + head * stride_k_head
+        v_head = v_ptr + slot.to(tl.int64) * stride_v_slot + head * stride_v_head
+        table = table_ptr
+        if PAGE > 0:
+            table += b.to(tl.int64) * stride_table
+        begin_key = first_key + skipped * BLOCK_N
+        end_key = tl.minimum(begin_key + here * BLOCK_N, length)
+        if TILES:  # bounded: what is behind the end is not fetched
+            k_tiles = tl.make_tensor_descriptor(k_head, [length, D], [stride_k_token, 1], [BLOCK_N, D_MAIN])
+            v_tiles = tl.make_tensor_descriptor(v_head, [length, DV], [stride_v_token, 1], [BLOCK_N, BLOCK_DV])
+        m = tl.full([BLOCK_M], float("-inf"), tl.float32)
+        l = tl.zeros([BLOCK_M], tl.float32)
+        acc = tl.zeros([BLOCK_M, BLOCK_DV], tl.float32)
+        for key0 in tl.range(begin_key, end_key, BLOCK_N, num_stages=STAGES):
+            key = key0 + tl.arange(0, BLOCK_N)
+            is_key = key < length
+            if TILES:
+                k = k_tiles.load([key0, 0]).to(q.dtype)
+            else:
+                k_row = k_head + row_offsets(key, is_key, stride_k_token, stride_k_slot, table, PAGE)
+                k = tl.load(k_row[:, None] + dim[None, :], mask=is_key[:, None], other=0.0).to(q.dtype)
+            scores = tl.dot(q, tl.trans(k), input_precision=PRECISION)
+            if D_REST > 0:
+                is_rest = is_key[:, None] & (dim_rest < D)[None, :]
+                k_rest = tl.load(k_row[:, None] + dim_rest[None, :], mask=is_rest, other=0.0).to(q.dtype)
+                scores = tl.dot(q_rest, tl.trans(k_rest), scores, input_precision=PRECISION)
+            found = logits(scores, scale_here, softcap, slopes, key[None, :] - position[:, None], SOFTCAP, ALIBI)
+            sees = is_key[None, :] & (key[None, :] <= position[:, None])
+            if WINDOW:
+                sees &= key[None, :] > position[:, None] - window
+            found = tl.where(sees, found, float("-inf"))
+            weights, m, l, acc = soften(found, m, l, acc)
+            if V_IS_K:
+                v = k
+            elif TILES:
+                v = v_tiles.load([key0, 0]).to(q.dtype)
+            else:
+                v_row = v_head + row_offsets(key, is_key, stride_v_token, stride_v_slot, table, PAGE)
+                is_value = is_key[:, None]
+                if BLOCK_DV != DV:
+                    is_value &= (dim_v < DV)[None, :]
+                v = tl.load(v_row[:, None] + dim_v[None, :], mask=is_value, other=0.0).to(q.dtype)
+            acc = tl.dot(weights.to(q.dtype), v, acc, input_precision=PRECISION)
+        if V_SCALE:
+            acc *= tl.load(v_scale_ptr + head * v_scale_step)
+        if here == count:
+            _write(
+                out_ptr, lse_ptr, sinks_ptr, acc, m, l, b, r, head, is_row,
+                stride_out_request, stride_out_token, stride_out_head,
+                NUM_QUERIES, NUM_KV_HEADS, GROUP, DV, BLOCK_DV, SINKS, LSE,
+            )  # fmt: skip
+        else:
+            # A program leaves at most two parts: of the item in which it begins, and of the one in which it ends.
+            part = program * 2
+            if skipped == 0:
+                part += 1
+            part_row = part_ptr + (part.to(tl.int64) * BLOCK_M + row) * BLOCK_DV
+            tl.store(part_row[:, None] + dim_v[None, :], acc, mask=is_row[:, None])
+            sums = part_sums_ptr + part.to(tl.int64) * 2 * BLOCK_M + row
+            tl.store(sums, m, mask=is_row)
+            tl.store(sums + BLOCK_M, l, mask=is_row)
+            # Column i has the tiles from total * i // share on, so tile t is that of ((t + 1) * share - 1) // total.
+            begin += turn.to(tl.int64) * count
+            first = (((begin + 1) * share - 1) // total).to(tl.int32)
+            last = (((begin + count) * share - 1) // total).to(tl.int32)
+            tl.debug_barrier()  # all threads have stored, and this one tells the others
+            counter = counters_ptr + b.to(tl.int64) * ITEMS + item
+            if tl.atomic_add(counter, 1, sem="acq_rel", scope="gpu") == last - first:  # all parts are there
+                tl.store(counter, 0)
+                for first_row in range(0, min(ROWS, BLOCK_M), MERGED_ROWS):
+                    _merge(
+                        out_ptr, lse_ptr, sinks_ptr, part_ptr, part_sums_ptr, first, last, lane, b, head, block, first_row,
+                        stride_out_request, stride_out_token, stride_out_head,
+                        NUM_QUERIES, NUM_KV_HEADS, GROUP, DV, BLOCK_DV, BLOCK_M, LANES, MERGED_ROWS, MERGED_PARTS,
+                        SINKS, LSE,
+                    )  # fmt: skip
+        tile += here
+
+
+def _lanes(items: int, num_programs: int) -> int:
+    """Items of a request that are worked on side by side: as many as leave less than 1 in 32 programs idle."""
+    fitting = (n for n in range(min(items, num_programs), 0, -1) if items % n == 0)
+    return next((n for n in fitting if num_programs % n * 32 <= num_programs), 1)
+
+
+class DecodePlan:
+    """How queries [B, Sq, Hq, D] of a shape attend to a cache of a shape, the keys split among programs.
+
+    Parameters
+    ----------
+    call
+        Any call of that kind; of its tensors all but what is in them counts.
+    has_lse
+        Whether log-sum-exp values are wanted.
+    tuning, num_programs
+        Instead of what is chosen for the shape and the device.
+    page_tokens, table_width
+        For measuring what pages cost: k and v are [pages, page_tokens, Hkv, D], and a block table of so many pages a request
+        says where its tokens are. The rest is the same.
+    """
+
+    def __init__(
+        self,
+        call: AttentionArguments,
+        *,
+        has_lse: bool,
+        out_strides: tuple[int, ...],
+        tuning: DecodeTuning | None = None,
+        num_programs: int | None = None,
+        page_tokens: int = 0,
+        table_width: int = 0,
+    ) -> None:
+        q, k, v = call.q, call.k, call.v
+        self._batch, num_queries, _, head_dim = q.shape
+        num_slots, slot_tokens, num_kv_heads, value_dim = v.shape
+        if page_tokens:
+            num_slots, slot_tokens = self._batch, table_width * page_tokens
+        block_m = min(64, max(16, triton.next_power_of_2(num_queries * call.group)))
+        main, rest = split_width(head_dim)
+        block_dv = triton.next_power_of_2(value_dim)
+        is_latent = v.data_ptr() == k.data_ptr() and v.stride()[:3] == k.stride()[:3] and value_dim == main
+        width = head_dim if is_latent else head_dim + value_dim
+        tuning = tuning or decode_tuning(block_m, width * k.element_size())
+        if num_programs is None:
+            num_programs = num_multiprocessors(q.device) * tuning.programs
+        self._num_programs = num_programs
+        items = num_kv_heads * -(-num_queries * call.group // block_m)
+        self._num_counters = self._batch * items
+        self._num_parts = 2 * num_programs * block_m
+        self._block_dv = block_dv
+        merged = tuning.merged * 32 * tuning.num_warps  # elements at a time
+        merged_rows = min(triton.next_power_of_2(min(block_m, num_queries * call.group)), max(1, merged // block_dv))
+        tiles = tuning.descriptors and not page_tokens and not rest and suits_descriptors(k, v)
+        is_small = self._batch <= _MOST_LENGTHS
+        numbers: dict[str, Any] = {
+            **dict(zip(("stride_q_request", "stride_q_token", "stride_q_head"), q.stride(), strict=False)),
+            **dict(zip(("stride_k_slot", "stride_k_token", "stride_k_head"), k.stride(), strict=False)),
+            **dict(zip(("stride_v_slot", "stride_v_token", "stride_v_head"), v.stride(), strict=False)),
+            **dict(zip(("stride_out_request", "stride_out_token", "stride_out_head"), out_strides, strict=False)),
+            "stride_table": table_width,
+            "batch": self._batch,
+            "num_slots": num_slots,
+            "slot_tokens": slot_tokens,
+            "scale": call.scale,
+            "window": call.window,
+            "softcap": call.softcap,
+            "k_scale_step": int(call.k_scale is not None and call.k_scale.numel() > 1),
+            "v_scale_step": int(call.v_scale is not None and call.v_scale.numel() > 1),
+            "NUM_QUERIES": num_queries,
+            "NUM_KV_HEADS": num_kv_heads,
+            "GROUP": call.group,
+            "D": head_dim,
+            "D_MAIN": main,
+            "D_REST": rest,
+            "DV": value_dim,
+            "BLOCK_DV": block_dv,
+            "BLOCK_M": block_m,
+            "BLOCK_N": tuning.block_n,
+            "BLOCK_B": max(64, triton.next_power_of_2(self._batch)) if is_small else 1,
+            "LOG_B": 0 if is_small else self._batch.bit_length(),
+            "LANES": _lanes(items, num_programs),
+            "MERGED_ROWS": merged_rows,
+            "MERGED_PARTS": max(1, merged // (merged_rows * block_dv)),
+            "INDEXED": call.batch_idx is not None,
+            "WINDOW": call.window > 0,
+            "SOFTCAP": call.softcap > 0,
+            "ALIBI": call.alibi_slopes is not None,
+            "SINKS": call.sinks is not None,
+            "K_SCALE": call.k_scale is not None,
+            "V_SCALE": call.v_scale is not None,
+            "V_IS_K": is_latent,
+            "LSE": has_lse,
+            "PAGE": page_tokens,
+            "TILES": tiles,
+            "STAGES": tuning.num_stages,
+            "PRECISION": "ieee" if q.dtype == torch.float32 else "tf32",
+        }
+        options = {"num_warps": tuning.num_warps, "num_stages": tuning.num_stages}
+        self._decode = Launch(_decode_kernel, numbers, makes_descriptors=tiles, **options)
+        self._add_up = None
+        if not is_small:
+            shared = ("batch", "num_slots", "slot_tokens", "window", "BLOCK_N", "WINDOW", "INDEXED")
+            sizes = {name: numbers[name] for name in shared}
+            self._add_up = Launch(_add_up_kernel, {**sizes, "num_queries": num_queries, "BLOCK": _MOST_LENGTHS})
+
+    def run(
+        self, call: AttentionArguments, out: torch.Tensor, lse: torch.Tensor | None, table: torch.Tensor | None = None
+    ) -> None:
+        """Attend, into `out` [B, Sq, Hq, Dv] and `lse` [B, Sq, Hq]."""
+        device, ends = out.device, None
+        if not out.numel():
+            return
+        parts = torch.empty(self._num_parts * (self._block_dv + 2), dtype=torch.float32, device=device)
+        sums = parts[self._num_parts * self._block_dv :]
+        with device_of(out):
+            if self._add_up is not None:
+                ends = torch.empty(self._batch, dtype=torch.int64, device=device)
+                self._add_up(1, (ends, call.seq_lens, call.batch_idx))
+            tensors = (
+                call.q, call.k, call.v, out, lse, parts, sums, counters(device, self._num_counters),
+                call.seq_lens, call.batch_idx, ends, call.sinks, call.alibi_slopes, call.k_scale, call.v_scale, table,
+            )  # fmt: skip
+            self._decode(self._num_programs, tensors)

@@ -1,0 +1,143 @@
+"""Launch: what the hosts of the kernels share."""
+
+from __future__ import annotations
+
+import contextlib
+import contextvars
+import functools
+from typing import Any
+
+import torch
+import triton
+
+__all__ = [
+    "Launch",
+    "device_of",
+    "is_interpreted",
+    "num_multiprocessors",
+    "signature",
+    "split_width",
+    "suits_descriptors",
+]
+
+_ON_THE_HOST = 4
+"""Multiprocessors that the interpreter is said to have: few, since it runs one program after another."""
+
+
+@triton.jit
+def _probe() -> None:
+    pass
+
+
+def is_interpreted() -> bool:
+    """Whether Triton's interpreter runs the kernels (`TRITON_INTERPRET`, when they were imported)."""
+    return not isinstance(_probe, triton.runtime.JITFunction)
+
+
+@functools.cache
+def _of_gpu(index: int) -> tuple[int, int]:
+    properties = torch.cuda.get_device_properties(index)
+    return properties.multi_processor_count, properties.major
+
+
+def num_multiprocessors(device: torch.device) -> int:
+    """Multiprocessors of a device."""
+    return _of_gpu(device.index)[0] if device.type == "cuda" else _ON_THE_HOST
+
+
+_HERE = contextlib.nullcontext()
+
+
+def device_of(tensor: torch.Tensor) -> contextlib.AbstractContextManager[Any]:
+    """The device of a tensor as the current one, on which Triton launches."""
+    device = tensor.device
+    if device.type != "cuda" or torch._C._cuda_getDevice() == device.index:
+        return _HERE
+    return torch.cuda.device(device)
+
+
+@functools.cache
+def split_width(width: int) -> tuple[int, int]:
+    """A head dimension as a power of 2 and one for the rest, at least 16 where there is any (80: 64 and 16)."""
+    main = 1 << (width.bit_length() - 1)
+    rest = width - main
+    return main, max(16, triton.next_power_of_2(rest)) if rest else 0
+
+
+def suits_descriptors(*caches: torch.Tensor) -> bool:
+    """Whether rows lie where the tensor memory accelerator can fetch them: at multiples of 16 bytes, from Hopper on."""
+    return all(
+        (cache.device.type != "cuda" or _of_gpu(cache.device.index)[1] >= 9)
+        and cache.data_ptr() % 16 == 0
+        and all(stride * cache.element_size() % 16 == 0 for stride in cache.stride()[:3])
+        for cache in caches
+    )
+
+
+def signature(*tensors: torch.Tensor | None) -> tuple[Any, ...]:
+    """What checks and launches depend on: all of tensors but where their memory is and what is in it."""
+    return tuple(None if one is None else (one.shape, one.stride(), one.dtype, one.device) for one in tensors)
+
+
+class Launch:
+    """A kernel with all of its arguments but tensors, and numbers that change from call to call.
+
+    Triton looks at each of some 60 arguments before each launch, which takes longer than many a kernel. What it
+    compiled is kept, and launched directly as long as all tensors lie at multiples of 16 bytes, as in the first such call.
+
+    Parameters
+    ----------
+    kernel
+        Takes tensors, then changing numbers (which it must not be specialised for), then those in `numbers`.
+    numbers
+        By name.
+    num_changing
+        How many changing ones there are.
+    makes_descriptors
+        Whether it makes tensor descriptors, which it keeps in memory that Triton asks for.
+    options
+        For Triton.
+    """
+
+    def __init__(
+        self,
+        kernel: Any,
+        numbers: dict[str, Any],
+        *,
+        num_changing: int = 0,
+        makes_descriptors: bool = False,
+        **options: Any,
+    ) -> None:
+        self._kernel, self._options, self._makes_descriptors = kernel, options, makes_descriptors
+        self._numbers = tuple(numbers[name] for name in kernel.arg_names[-len(numbers) :])
+        self._compiled: Any = None
+        self._num_changing = num_changing
+
+    def __call__(self, grid: int, tensors: tuple[torch.Tensor | None, ...], *changing: int) -> None:
+        """Launch so many programs on the current device."""
+        assert len(changing) == self._num_changing
+        if self._makes_descriptors:  # in a copy of the caller's context, whose allocator stays
+            contextvars.copy_context().run(self._run_with_scratch, grid, tensors, changing)
+        else:
+            self._run(grid, tensors, changing)
+
+    def _run_with_scratch(self, *arguments: Any) -> None:
+        triton.set_allocator(_scratch)
+        self._run(*arguments)
+
+    def _run(self, grid: int, tensors: tuple[torch.Tensor | None, ...], changing: tuple[int, ...]) -> None:
+        addresses = 0
+        for tensor in tensors:
+            if tensor is not None:
+                addresses |= tensor.data_ptr()
+        is_aligned = addresses % 16 == 0
+        if self._compiled is not None and is_aligned:
+            self._compiled[grid, 1, 1](*tensors, *changing, *self._numbers)
+            return
+        compiled = self._kernel[grid,](*tensors, *changing, *self._numbers, **self._options)
+        if is_aligned:
+            self._compiled = compiled
+
+
+def _scratch(size: int, alignment: int, stream: int | None) -> torch.Tensor:
+    return torch.empty(size, dtype=torch.int8, device="cuda")

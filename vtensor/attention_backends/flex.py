@@ -1,0 +1,85 @@
+"""Back-end on torch's flex_attention: compiled on a GPU, unfused on the host."""
+
+from __future__ import annotations
+
+import functools
+from collections.abc import Callable
+from typing import Any
+
+import torch
+
+from vtensor.attention_backends.backend import Result, why_no_module
+from vtensor.attention_backends.groups import GroupBackend
+from vtensor.attention_backends.support import Support
+from vtensor.triton_kernels.arguments import MOST_HEAD_DIM, AttentionArguments
+
+__all__ = ["FlexBackend"]
+
+ScoreMod = Callable[[torch.Tensor, torch.Tensor, torch.Tensor, torch.Tensor, torch.Tensor], torch.Tensor]
+
+
+class FlexBackend(GroupBackend):
+    """torch.nn.attention.flex_attention.
+
+    Masks are part of the scores: a mask of blocks would have to be made for each length.
+    """
+
+    name = "flex"
+    package = "torch"
+    support = Support(
+        (torch.float16, torch.bfloat16, torch.float32),
+        frozenset({"batch_idx", "cu_seqlens", "causal=False", "window", "softcap", "alibi_slopes", "return_lse", "Dv"}),
+        lengths="host",
+        devices=("cuda", "cpu"),
+        most_head_dim=MOST_HEAD_DIM,
+    )
+
+    def why_absent(self) -> str | None:
+        """Say why it cannot be loaded, or None."""
+        return why_no_module("torch.nn.attention.flex_attention")
+
+    def run_group(
+        self, call: AttentionArguments, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, *, return_lse: bool
+    ) -> Result:
+        """Compute a group; see `GroupBackend.run_group`."""
+        from torch.nn.attention.flex_attention import AuxRequest
+
+        # The first query's position is a tensor, so that a new length compiles nothing.
+        offset = torch.tensor(k.shape[1] - q.shape[1], device=q.device)
+        out, aux = _flex(q.device.type)(
+            q.transpose(1, 2),
+            k.transpose(1, 2),
+            v.transpose(1, 2),
+            score_mod=_score_mod(call, offset),
+            scale=call.scale,
+            enable_gqa=call.group > 1,
+            return_aux=AuxRequest(lse=True),
+        )
+        return out.transpose(1, 2), aux.lse.transpose(1, 2)
+
+
+@functools.cache
+def _flex(device_type: str) -> Any:
+    from torch.nn.attention.flex_attention import flex_attention
+
+    return flex_attention if device_type == "cpu" else torch.compile(flex_attention, dynamic=True)
+
+
+def _score_mod(call: AttentionArguments, offset: torch.Tensor) -> ScoreMod:
+    causal, window, softcap, slopes = call.causal, call.window, call.softcap, call.alibi_slopes
+
+    def score_mod(
+        score: torch.Tensor, b: torch.Tensor, head: torch.Tensor, query: torch.Tensor, key: torch.Tensor
+    ) -> torch.Tensor:
+        position = query + offset
+        if softcap:
+            score = softcap * torch.tanh(score / softcap)
+        if slopes is not None:
+            score = score + slopes[head] * (key - position)
+        if causal:
+            score = torch.where(key <= position, score, -float("inf"))
+        if window:
+            score = torch.where(key > position - window, score, -float("inf"))
+        return score
+
+    return score_mod
