@@ -13,7 +13,7 @@
 #
 # A virtual KV cache is a tensor [slots, tokens, heads, elements] with strides, and memory below the tokens held. So a
 # kernel for it is a kernel for any tensor: it gets pointers and strides, and knows nothing of pages. This notebook runs
-# ours, then those of others, then two that it writes itself. What it says is asserted in the same cell.
+# ours, then those of others, then some of its own. What it says is asserted in the same cell.
 #
 # Without a GPU Triton's interpreter runs the kernels, which shows what they compute and not how fast. It is told before
 # Triton is imported. With a GPU the same cells run there.
@@ -91,7 +91,7 @@ assert k.stride() == v.stride()
 # last ones of the `seq_lens[b]` tokens in slot `slots[b]`.
 
 # %%
-prompts = [page_group, page_group // 2 + 3, 2 * page_group + 60]
+prompts = [page_group, page_group // 2 + 3, 3 * page_group - 4]
 lengths = np.zeros(config.max_batch_size, np.int64)  # by slot, for `step`
 requests = [cache.alloc_reqid(prompt_tokens=tokens) for tokens in prompts]
 lengths[requests] = prompts
@@ -203,9 +203,12 @@ assert show_residency() == [2, 1, 4, 0]
 #
 # `vt.attention` is one call for every kernel that is there. The cache is the same, and nothing is copied or gathered. A
 # kernel that is not there, or cannot do what is asked, is an error that says why, and which can.
+#
+# (`"flash-attn-3"` is left out here: it reads whole tiles, up to 192 tokens behind a sequence. A cache for it is made
+# with `KVCacheConfig(overread_tokens=192)`, and then there is memory. `"auto"` takes it only if told so.)
 
 # %%
-backends = ("triton", "sdpa-flash", "cudnn", "flash-attn-2", "flash-attn-3", "flashinfer", "flex", "reference")
+backends = ("triton", "sdpa-flash", "cudnn", "flash-attn-2", "flashinfer", "flex", "reference")
 ran = []
 for backend in backends:
     try:
@@ -234,7 +237,7 @@ check(vt.attention(*arguments, **options), vt.attention(*arguments, **options, b
 # %% [markdown]
 # ## Your own kernel
 #
-# Decode in 24 lines. A program has one head of one request, and goes through its tokens with a running softmax. Of the
+# Decode in 25 lines. A program has one head of one request, and goes through its tokens with a running softmax. Of the
 # cache it knows where it begins and three strides.
 
 
@@ -330,7 +333,7 @@ paged_kernel[3, Q_HEADS](
     q, k_pages, v_pages, paged, seq_lens, table, table.stride(0), *k_pages.stride()[:3], D**-0.5,
     GROUP=Q_HEADS // KV_HEADS, D=D, BLOCK=32, PAGE=PAGE,
 )  # fmt: skip
-assert torch.equal(paged, mine)
+check(paged, mine)
 
 # %% [markdown]
 # What that adds to the kernel: the table and its stride, the size of a page as a constant to compile for, and in the
@@ -348,9 +351,9 @@ for line in difflib.unified_diff(*lines, n=0, lineterm=""):
 #
 # ## A kernel that no library has
 #
-# Attention kernels do not give the weights. With the log-sum-exp values that ours returns, a dozen lines compute them:
-# here, of each block of 8 tokens the sum, which says where a head looks. (Methods that keep or fetch only the tokens
-# that matter begin with such a score.)
+# Attention kernels do not give the weights. With the log-sum-exp values that ours returns, a small kernel can: here, of
+# each block of 8 tokens the sum, which says where a head looks. (Methods that keep or fetch only the tokens that matter
+# begin with such a score.)
 
 
 # %%
@@ -421,5 +424,4 @@ print(f"{total} tiles: the longest program has {max(tiles)} on the left and {mos
 assert most == -(-total // PROGRAMS)
 
 # %%
-del k, v, virtual_k, x, arguments
 cache.close()

@@ -10,14 +10,14 @@ of one kind, of one layer::
 from __future__ import annotations
 
 import math
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 import triton
 import triton.language as tl
 
 from vtensor.triton_kernels.arguments import FP8, check_tensor
-from vtensor.triton_kernels.launch import device_of, is_interpreted
+from vtensor.triton_kernels.launch import Launch, device_of, is_interpreted
 
 __all__ = ["append_kv", "append_reference"]
 
@@ -200,36 +200,22 @@ _NAMES = (
 _Tensors = tuple[Any, ...]  # tensors or None, in the order of _NAMES, which is that of the kernel's pointers
 
 
-class _Launch:
+class _Appending(NamedTuple):
     """How a kernel is launched for tensors of certain dtypes, shapes and strides, which have been checked."""
 
-    def __init__(self, grid: tuple[int, int, int], numbers: tuple[int | bool, ...]) -> None:
-        self.grid = grid
-        self.numbers = numbers  # what the kernel takes after its pointers, but for INTERPRETED
-        self.compiled: Any = None  # for pointers that are multiples of 16
+    grid: tuple[int, int]
+    launch: Launch
+    rows: tuple[Any, ...]  # their number, and the next two numbers of the kernel
 
     def run(self, tensors: _Tensors) -> None:
-        """Launch. What was compiled once is launched without Triton's look at 50 arguments, which takes 20 us."""
-        if is_interpreted():
-            _append_kernel[self.grid](*tensors, *self.numbers, True)
-            return
-        address = 0
-        for tensor in tensors:
-            if tensor is not None:
-                address |= tensor.data_ptr()
-        if self.compiled is not None and address % 16 == 0:
-            self.compiled[self.grid](*tensors, *self.numbers, False)
-            return
-        # no fused multiply and add: results are to the bit those of the reference
-        compiled = _append_kernel[self.grid](*tensors, *self.numbers, False, num_warps=4, enable_fp_fusion=False)
-        if address % 16 == 0:
-            self.compiled = compiled
+        """Launch."""
+        self.launch(self.grid, tensors)
 
 
-_launches: dict[Any, _Launch] = {}
+_launches: dict[Any, _Appending] = {}
 
 
-def _launch_of(tensors: _Tensors, interleaved: bool) -> _Launch:
+def _launch_of(tensors: _Tensors, interleaved: bool) -> _Appending:
     """Check the arguments, of each combination of dtypes, shapes and strides only once."""
     try:
         key = (interleaved, *[x if x is None else (x.dtype, x.device, x.shape, x.stride()) for x in tensors])
@@ -244,7 +230,7 @@ def _launch_of(tensors: _Tensors, interleaved: bool) -> _Launch:
     return found
 
 
-def _prepare(tensors: _Tensors, interleaved: bool) -> _Launch:
+def _prepare(tensors: _Tensors, interleaved: bool) -> _Appending:
     """Check the arguments, but for the indices that they hold, and say how the kernel is launched."""
     k, v, k_cache, v_cache, q, cos, sin, seq_lens, batch_idx, cu_seqlens, k_scale, v_scale = tensors
     _check_places(tensors)
@@ -299,7 +285,9 @@ def _prepare(tensors: _Tensors, interleaved: bool) -> _Launch:
         *scale_strides[0], *scale_strides[1], heads, q_heads, width, value_width, half,
         block_d, block_dv, block_half, lines, bool(interleaved), k_cache.dtype == FP8,
     )  # fmt: skip
-    return _Launch((blocks, num_layers, 1), numbers)
+    # no fused multiply and add: results are to the bit those of the reference
+    launch = Launch(_append_kernel, (*numbers, is_interpreted()), num_warps=4, enable_fp_fusion=False)
+    return _Appending((blocks, num_layers), launch, numbers[:3])
 
 
 def _check_places(tensors: tuple[Any, ...]) -> None:
@@ -502,7 +490,7 @@ def append_reference(
     """
     tensors = (k, v, k_cache, v_cache, q, cos, sin, seq_lens, batch_idx, cu_seqlens, k_scale, v_scale)
     launch = _launch_of(tensors, interleaved)
-    num_rows, _, rows_each = launch.numbers[:3]
+    num_rows, _, rows_each = launch.rows
     with torch.no_grad():
         found = _destinations(tensors, num_rows, rows_each, raises=k.device.type == "cpu")
         _append_in_torch(tensors, found, interleaved)
@@ -573,7 +561,7 @@ def append_kv(
     tensors = (k, v, k_cache, v_cache, q, cos, sin, seq_lens, batch_idx, cu_seqlens, k_scale, v_scale)
     launch = _launch_of(tensors, interleaved)
     if k.device.type == "cpu":
-        num_rows, _, rows_each = launch.numbers[:3]
+        num_rows, _, rows_each = launch.rows
         found = _destinations(tensors, num_rows, rows_each, raises=True)
         if not is_interpreted():
             with torch.no_grad():

@@ -198,7 +198,8 @@ def check_indices(call: AttentionArguments) -> None:
         counts = cu_seqlens.diff()
         if int(cu_seqlens[0]) or int(counts.min()) < 0 or int(cu_seqlens[-1]) > q.shape[0]:
             raise ValueError(
-                f"cu_seqlens={_shown(cu_seqlens)} must begin with 0, never fall, and end at {q.shape[0]}, q's rows, at most"
+                f"cu_seqlens={_shown(cu_seqlens)} must begin with 0, never fall, and end at most at "
+                f"{q.shape[0]}, the number of q's rows"
             )
 
 

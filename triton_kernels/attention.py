@@ -41,9 +41,9 @@ def decode_attention(
 ) -> _Result:
     """Attention of one or a few new tokens of each request.
 
-    It reads the rows of k and v that a query sees, and no other, once for all query heads of a KV head: B * length * Hkv *
-    (D + Dv) elements. Repeats give the same bits. It never waits for the device, and may be captured into a CUDA graph,
-    whose replays take the lengths that are then in `seq_lens`.
+    It reads the rows of k and v that a query sees, and no other, once for all query heads of a KV head: B * length *
+    Hkv * (D + Dv) elements. Repeats give the same bits. It never waits for the device, and may be captured into a
+    CUDA graph, whose replays take the lengths that are then in `seq_lens`.
 
     Parameters
     ----------
@@ -55,7 +55,8 @@ def decode_attention(
     seq_lens : Tensor
         [B] int32, on q's device: tokens of each request in the cache, those of q included. 0: nothing is read.
     batch_idx : Tensor, optional
-        [B] int32, on q's device: the slot of each request, by default its own number; -1 for padding, whose output is 0.
+        [B] int32, on q's device: the slot of each request, by default its own number; -1 for padding, whose output is
+        0.
     scale : float, optional
         Of the scores; 1 / sqrt(D) by default.
     window : int, optional
@@ -77,14 +78,14 @@ def decode_attention(
     Returns
     -------
     Tensor, or Tensor, Tensor
-        The output; with `return_lse` also natural log-sum-exp values, float32 [B, Hq] or [B, Sq, Hq]. A query that sees no
-        key has 0 and -inf.
+        The output; with `return_lse` also natural log-sum-exp values, float32 [B, Hq] or [B, Sq, Hq]. A query that
+        sees no key has 0 and -inf.
 
     Raises
     ------
     ValueError
-        An argument that does not fit, by name, value and rule; nothing was launched. What indices on a CUDA device hold is
-        not looked at: lengths are cut to L, and what is no slot counts as padding.
+        An argument that does not fit, by name, value and rule; nothing was launched. What indices on a CUDA device
+        hold is not looked at: lengths are cut to L, and what is no slot counts as padding.
     """
     options = (scale, window, softcap, sinks, alibi_slopes, k_scale, v_scale)
     if isinstance(q, torch.Tensor) and q.dim() == 4 and q.shape[1] > MOST_QUERIES and q.shape[0]:
@@ -126,8 +127,8 @@ def prefill_attention(
     q : Tensor
         [T, Hq, D]: the new tokens of all requests, one request after another.
     cu_seqlens : Tensor
-        [B + 1] int32, on q's device: request b has the rows from cu_seqlens[b] to cu_seqlens[b + 1]. Query i of n stands at
-        position seq_lens[b] - n + i of its request. Rows after the last one are not computed.
+        [B + 1] int32, on q's device: request b has the rows from cu_seqlens[b] to cu_seqlens[b + 1]. Query i of n
+        stands at position seq_lens[b] - n + i of its request. Rows of q behind the last request have 0 and -inf.
     causal : bool
         Whether a query sees keys up to its own position; otherwise all of its request.
 

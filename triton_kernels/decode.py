@@ -6,10 +6,14 @@ The work is cut into tiles of BLOCK_N keys, of every KV head of every request, o
     | t | t | t | t | t |  | t | t | t | t | t |  | t | t |            | t | t |
     '--- program 0 ---'    '--- program 1 ---'       '- program 2 -'
 
-As many programs as the GPU holds at once take equal parts of it, wherever those begin and end, so one long request is as
-well spread as many short ones. Each program finds its part from the lengths on the device: a CUDA graph captured once
-stays right, and balanced, whatever the lengths are when it is replayed. An item (the tiles of one head) that lies within
-one program is done; of others each program leaves a part, and a second kernel merges those, in a fixed order.
+As many programs as the GPU holds at once take equal parts of it, wherever those begin and end, so one long request is
+as well spread as many short ones. Each program finds its part from the lengths on the device: a CUDA graph captured
+once stays right, and balanced, whatever the lengths are when it is replayed. An item (the tiles of one head) that lies
+within one program is done; of others each program leaves a part, and whoever comes last merges those, in the order of
+programs. Few items have many parts: a second kernel then merges those side by side, instead of one program after the
+last.
+
+Programs of one column have the same tiles of different heads, which lie beside each other in memory.
 """
 
 from __future__ import annotations
@@ -21,7 +25,14 @@ import triton
 import triton.language as tl
 
 from vtensor.triton_kernels.arguments import AttentionArguments
-from vtensor.triton_kernels.launch import Launch, device_of, num_multiprocessors, split_width, suits_descriptors
+from vtensor.triton_kernels.launch import (
+    Launch,
+    device_of,
+    has_dependent_launch,
+    num_multiprocessors,
+    split_width,
+    suits_descriptors,
+)
 from vtensor.triton_kernels.softmax import finish, logits, row_offsets, soften
 from vtensor.triton_kernels.tuning import DecodeTuning, decode_tuning
 from vtensor.triton_kernels.workspace import counters
@@ -71,12 +82,12 @@ def _add_up_kernel(
 @triton.jit
 def _write(
     out_ptr, lse_ptr, sinks_ptr, acc, m, l, b, r, head, is_row, stride_request, stride_token, stride_head,
-    NUM_QUERIES: tl.constexpr, NUM_KV_HEADS: tl.constexpr, GROUP: tl.constexpr, DV: tl.constexpr, BLOCK_DV: tl.constexpr,
-    SINKS: tl.constexpr, LSE: tl.constexpr,
+    NUM_QUERIES: tl.constexpr, NUM_KV_HEADS: tl.constexpr, GROUP: tl.constexpr,
+    DV: tl.constexpr, BLOCK_DV: tl.constexpr, SINKS: tl.constexpr, LSE: tl.constexpr,
 ):  # fmt: skip
     """Write rows of an item that are complete: row r is query r // GROUP, head r % GROUP of the group."""
     query, q_head = r // GROUP, head * GROUP + r % GROUP
-    sinks = m * 0
+    sinks = tl.zeros_like(m)
     if SINKS:
         sinks = tl.load(sinks_ptr + q_head, mask=is_row, other=0.0).to(tl.float32)
     out, lse = finish(acc, m, l, sinks, SINKS)
@@ -92,9 +103,9 @@ def _write(
 def _merge(
     out_ptr, lse_ptr, sinks_ptr, part_ptr, part_sums_ptr, first, last, lane, b, head, block, first_row,
     stride_request, stride_token, stride_head,
-    NUM_QUERIES: tl.constexpr, NUM_KV_HEADS: tl.constexpr, GROUP: tl.constexpr, DV: tl.constexpr, BLOCK_DV: tl.constexpr,
-    BLOCK_M: tl.constexpr, LANES: tl.constexpr, ROWS: tl.constexpr, PARTS: tl.constexpr,
-    SINKS: tl.constexpr, LSE: tl.constexpr,
+    NUM_QUERIES: tl.constexpr, NUM_KV_HEADS: tl.constexpr, GROUP: tl.constexpr,
+    DV: tl.constexpr, BLOCK_DV: tl.constexpr, BLOCK_M: tl.constexpr, LANES: tl.constexpr,
+    ROWS: tl.constexpr, PARTS: tl.constexpr, SINKS: tl.constexpr, LSE: tl.constexpr,
 ):  # fmt: skip
     """Put together some rows of an item, of which columns `first` to `last` left a part each; `PARTS` at a time."""
     dim = tl.arange(0, BLOCK_DV)
@@ -141,7 +152,7 @@ def _decode_kernel(
     MERGED_ROWS: tl.constexpr, MERGED_PARTS: tl.constexpr,
     INDEXED: tl.constexpr, WINDOW: tl.constexpr, SOFTCAP: tl.constexpr, ALIBI: tl.constexpr, SINKS: tl.constexpr,
     K_SCALE: tl.constexpr, V_SCALE: tl.constexpr, V_IS_K: tl.constexpr, LSE: tl.constexpr,
-    PAGE: tl.constexpr, TILES: tl.constexpr, STAGES: tl.constexpr, PRECISION: tl.constexpr,
+    PAGE: tl.constexpr, TILES: tl.constexpr, STAGES: tl.constexpr, PRECISION: tl.constexpr, APART: tl.constexpr,
 ):  # fmt: skip
     program = tl.program_id(0)
     column, lane = program // LANES, program % LANES
@@ -152,6 +163,8 @@ def _decode_kernel(
     row = tl.arange(0, BLOCK_M)
     dim, dim_v = tl.arange(0, D_MAIN), tl.arange(0, BLOCK_DV)
     dim_rest = D_MAIN + tl.arange(0, 16 if D_REST == 0 else D_REST)
+    if APART:
+        tl.extra.cuda.gdc_launch_dependents()  # it may come in now, and wait
     # -- what nobody has a tile of --
     for number in range(program, batch, tl.num_programs(0)):
         empty = program * 0 + number  # a number to the interpreter otherwise
@@ -285,18 +298,54 @@ def _decode_kernel(
             begin += turn.to(tl.int64) * count
             first = (((begin + 1) * share - 1) // total).to(tl.int32)
             last = (((begin + count) * share - 1) // total).to(tl.int32)
-            tl.debug_barrier()  # all threads have stored, and this one tells the others
-            counter = counters_ptr + b.to(tl.int64) * ITEMS + item
-            if tl.atomic_add(counter, 1, sem="acq_rel", scope="gpu") == last - first:  # all parts are there
-                tl.store(counter, 0)
-                for first_row in range(0, min(ROWS, BLOCK_M), MERGED_ROWS):
-                    _merge(
-                        out_ptr, lse_ptr, sinks_ptr, part_ptr, part_sums_ptr, first, last, lane, b, head, block, first_row,
-                        stride_out_request, stride_out_token, stride_out_head,
-                        NUM_QUERIES, NUM_KV_HEADS, GROUP, DV, BLOCK_DV, BLOCK_M, LANES, MERGED_ROWS, MERGED_PARTS,
-                        SINKS, LSE,
-                    )  # fmt: skip
+            if not APART:
+                tl.debug_barrier()  # all threads have stored, and one tells the other programs
+                counter = counters_ptr + b.to(tl.int64) * ITEMS + item
+                arrived = tl.atomic_add(counter, 1, sem="acq_rel", scope="gpu")
+                if arrived == last - first:  # all parts are there
+                    tl.store(counter, 0)
+                    for first_row in range(0, min(ROWS, BLOCK_M), MERGED_ROWS):
+                        _merge(
+                            out_ptr, lse_ptr, sinks_ptr, part_ptr, part_sums_ptr, first, last, lane, b, head, block,
+                            first_row, stride_out_request, stride_out_token, stride_out_head,
+                            NUM_QUERIES, NUM_KV_HEADS, GROUP, DV, BLOCK_DV, BLOCK_M, LANES, MERGED_ROWS, MERGED_PARTS,
+                            SINKS, LSE,
+                        )  # fmt: skip
         tile += here
+
+
+@triton.jit
+def _merge_kernel(
+    out_ptr, lse_ptr, sinks_ptr, part_ptr, part_sums_ptr, seq_lens_ptr, batch_idx_ptr,
+    stride_out_request, stride_out_token, stride_out_head,
+    batch, num_slots, slot_tokens, window, num_columns,
+    NUM_QUERIES: tl.constexpr, NUM_KV_HEADS: tl.constexpr, GROUP: tl.constexpr,
+    DV: tl.constexpr, BLOCK_DV: tl.constexpr, BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr, BLOCK_B: tl.constexpr,
+    LANES: tl.constexpr, PARTS: tl.constexpr,
+    INDEXED: tl.constexpr, WINDOW: tl.constexpr, SINKS: tl.constexpr, LSE: tl.constexpr,
+):  # fmt: skip
+    """Put together one row of an item that several programs had."""
+    NUM_M: tl.constexpr = (NUM_QUERIES * GROUP + BLOCK_M - 1) // BLOCK_M
+    ITEMS: tl.constexpr = NUM_KV_HEADS * NUM_M
+    which, row = tl.program_id(0) // BLOCK_M, tl.program_id(0) % BLOCK_M
+    b, item = which // ITEMS, which % ITEMS
+    all_b = tl.arange(0, BLOCK_B)
+    lens = _request_lens(seq_lens_ptr, batch_idx_ptr, all_b, all_b < batch, num_slots, slot_tokens, INDEXED)
+    _, counts = _bounds(lens, NUM_QUERIES, window, BLOCK_N, WINDOW)
+    counts = counts.to(tl.int64)
+    count, turns = tl.sum(tl.where(all_b == b, counts, 0), 0), ITEMS // LANES
+    begin, total = tl.sum(tl.where(all_b < b, counts, 0), 0) * turns, tl.sum(counts, 0) * turns
+    begin += item // LANES * count
+    share, some = tl.minimum(total, num_columns), tl.maximum(total, 1)
+    first = (((begin + 1) * share - 1) // some).to(tl.int32)
+    last = (((begin + count) * share - 1) // some).to(tl.int32)
+    tl.extra.cuda.gdc_wait()  # in every program: what comes next waits for this kernel alone
+    if (count > 0) & (first < last):
+        _merge(
+            out_ptr, lse_ptr, sinks_ptr, part_ptr, part_sums_ptr, first, last, item % LANES, b,
+            item // NUM_M, item % NUM_M, row, stride_out_request, stride_out_token, stride_out_head,
+            NUM_QUERIES, NUM_KV_HEADS, GROUP, DV, BLOCK_DV, BLOCK_M, LANES, 1, PARTS, SINKS, LSE,
+        )  # fmt: skip
 
 
 def _lanes(items: int, num_programs: int) -> int:
@@ -317,8 +366,8 @@ class DecodePlan:
     tuning, num_programs
         Instead of what is chosen for the shape and the device.
     page_tokens, table_width
-        For measuring what pages cost: k and v are [pages, page_tokens, Hkv, D], and a block table of so many pages a request
-        says where its tokens are. The rest is the same.
+        For measuring what pages cost: k and v are [pages, page_tokens, Hkv, D], and a block table of so many pages a
+        request says where its tokens are. The rest is the same.
     """
 
     def __init__(
@@ -342,11 +391,14 @@ class DecodePlan:
         block_dv = triton.next_power_of_2(value_dim)
         is_latent = v.data_ptr() == k.data_ptr() and v.stride()[:3] == k.stride()[:3] and value_dim == main
         width = head_dim if is_latent else head_dim + value_dim
-        tuning = tuning or decode_tuning(block_m, width * k.element_size())
-        if num_programs is None:
-            num_programs = num_multiprocessors(q.device) * tuning.programs
-        self._num_programs = num_programs
         items = num_kv_heads * -(-num_queries * call.group // block_m)
+        multiprocessors = num_multiprocessors(q.device)
+        tuning = tuning or decode_tuning(block_m, width * k.element_size(), self._batch * items / multiprocessors)
+        if num_programs is None:
+            num_programs = multiprocessors * tuning.programs
+        self._num_programs = num_programs
+        apart = tuning.merges_apart and has_dependent_launch(q.device) and self._batch <= _MOST_LENGTHS
+        lanes = _lanes(items, num_programs)
         self._num_counters = self._batch * items
         self._num_parts = 2 * num_programs * block_m
         self._block_dv = block_dv
@@ -380,7 +432,7 @@ class DecodePlan:
             "BLOCK_N": tuning.block_n,
             "BLOCK_B": max(64, triton.next_power_of_2(self._batch)) if is_small else 1,
             "LOG_B": 0 if is_small else self._batch.bit_length(),
-            "LANES": _lanes(items, num_programs),
+            "LANES": lanes,
             "MERGED_ROWS": merged_rows,
             "MERGED_PARTS": max(1, merged // (merged_rows * block_dv)),
             "INDEXED": call.batch_idx is not None,
@@ -396,10 +448,18 @@ class DecodePlan:
             "TILES": tiles,
             "STAGES": tuning.num_stages,
             "PRECISION": "ieee" if q.dtype == torch.float32 else "tf32",
+            "APART": apart,
         }
         options = {"num_warps": tuning.num_warps, "num_stages": tuning.num_stages}
         self._decode = Launch(_decode_kernel, numbers, makes_descriptors=tiles, **options)
-        self._add_up = None
+        self._merge = self._add_up = None
+        if apart:
+            columns = num_programs // lanes
+            parts = min(triton.next_power_of_2(columns), max(1, 8192 // block_dv))
+            sizes = {name: numbers[name] for name in _merge_kernel.arg_names[7:] if name in numbers}
+            sizes |= {"num_columns": columns, "PARTS": parts}
+            self._merge = Launch(_merge_kernel, sizes, num_warps=4, launch_pdl=True)
+            self._num_merges = self._batch * items * block_m
         if not is_small:
             shared = ("batch", "num_slots", "slot_tokens", "window", "BLOCK_N", "WINDOW", "INDEXED")
             sizes = {name: numbers[name] for name in shared}
@@ -418,8 +478,11 @@ class DecodePlan:
             if self._add_up is not None:
                 ends = torch.empty(self._batch, dtype=torch.int64, device=device)
                 self._add_up(1, (ends, call.seq_lens, call.batch_idx))
+            zeros = None if self._merge is not None else counters(device, self._num_counters)
             tensors = (
-                call.q, call.k, call.v, out, lse, parts, sums, counters(device, self._num_counters),
+                call.q, call.k, call.v, out, lse, parts, sums, zeros,
                 call.seq_lens, call.batch_idx, ends, call.sinks, call.alibi_slopes, call.k_scale, call.v_scale, table,
             )  # fmt: skip
             self._decode(self._num_programs, tensors)
+            if self._merge is not None:
+                self._merge(self._num_merges, (out, lse, call.sinks, parts, sums, call.seq_lens, call.batch_idx))

@@ -13,6 +13,7 @@ import triton
 __all__ = [
     "Launch",
     "device_of",
+    "has_dependent_launch",
     "is_interpreted",
     "num_multiprocessors",
     "signature",
@@ -43,6 +44,11 @@ def _of_gpu(index: int) -> tuple[int, int]:
 def num_multiprocessors(device: torch.device) -> int:
     """Multiprocessors of a device."""
     return _of_gpu(device.index)[0] if device.type == "cuda" else _ON_THE_HOST
+
+
+def has_dependent_launch(device: torch.device) -> bool:
+    """Whether a kernel may be launched before the one that it waits for has ended (from Hopper on)."""
+    return device.type == "cuda" and _of_gpu(device.index)[1] >= 9
 
 
 _HERE = contextlib.nullcontext()
@@ -83,14 +89,14 @@ class Launch:
     """A kernel with all of its arguments but tensors, and numbers that change from call to call.
 
     Triton looks at each of some 60 arguments before each launch, which takes longer than many a kernel. What it
-    compiled is kept, and launched directly as long as all tensors lie at multiples of 16 bytes, as in the first such call.
+    compiled is kept, and launched directly.
 
     Parameters
     ----------
     kernel
         Takes tensors, then changing numbers (which it must not be specialised for), then those in `numbers`.
     numbers
-        By name.
+        By name, or in their order.
     num_changing
         How many changing ones there are.
     makes_descriptors
@@ -102,20 +108,23 @@ class Launch:
     def __init__(
         self,
         kernel: Any,
-        numbers: dict[str, Any],
+        numbers: dict[str, Any] | tuple[Any, ...],
         *,
         num_changing: int = 0,
         makes_descriptors: bool = False,
         **options: Any,
     ) -> None:
         self._kernel, self._options, self._makes_descriptors = kernel, options, makes_descriptors
-        self._numbers = tuple(numbers[name] for name in kernel.arg_names[-len(numbers) :])
-        self._compiled: Any = None
+        if isinstance(numbers, dict):
+            numbers = tuple(numbers[name] for name in kernel.arg_names[-len(numbers) :])
+        self._numbers = numbers
+        self._compiled: dict[tuple[bool, ...], Any] = {}  # by which tensors lie at multiples of 16 bytes
         self._num_changing = num_changing
 
-    def __call__(self, grid: int, tensors: tuple[torch.Tensor | None, ...], *changing: int) -> None:
+    def __call__(self, grid: int | tuple[int, int], tensors: tuple[torch.Tensor | None, ...], *changing: int) -> None:
         """Launch so many programs on the current device."""
         assert len(changing) == self._num_changing
+        grid = (grid, 1, 1) if isinstance(grid, int) else (*grid, 1)
         if self._makes_descriptors:  # in a copy of the caller's context, whose allocator stays
             contextvars.copy_context().run(self._run_with_scratch, grid, tensors, changing)
         else:
@@ -125,18 +134,21 @@ class Launch:
         triton.set_allocator(_scratch)
         self._run(*arguments)
 
-    def _run(self, grid: int, tensors: tuple[torch.Tensor | None, ...], changing: tuple[int, ...]) -> None:
-        addresses = 0
-        for tensor in tensors:
-            if tensor is not None:
-                addresses |= tensor.data_ptr()
-        is_aligned = addresses % 16 == 0
-        if self._compiled is not None and is_aligned:
-            self._compiled[grid, 1, 1](*tensors, *changing, *self._numbers)
+    def _run(
+        self, grid: tuple[int, int, int], tensors: tuple[torch.Tensor | None, ...], changing: tuple[int, ...]
+    ) -> None:
+        if is_interpreted():
+            self._kernel[grid](*tensors, *changing, *self._numbers, **self._options)
             return
-        compiled = self._kernel[grid,](*tensors, *changing, *self._numbers, **self._options)
-        if is_aligned:
-            self._compiled = compiled
+        addresses = [None if tensor is None else tensor.data_ptr() for tensor in tensors]
+        aligned = tuple([address is None or address % 16 == 0 for address in addresses])
+        compiled = self._compiled.get(aligned)
+        if compiled is None:
+            compiled = self._kernel.warmup(*tensors, *changing, *self._numbers, grid=grid, **self._options)
+            self._compiled[aligned] = compiled
+        # Addresses rather than tensors: of those Triton asks the driver, which knows none where no memory is mapped
+        # yet, as at the beginning of a virtual tensor of which another part is used.
+        compiled[grid](*addresses, *changing, *self._numbers)
 
 
 def _scratch(size: int, alignment: int, stream: int | None) -> torch.Tensor:

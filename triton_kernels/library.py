@@ -21,7 +21,8 @@ def attend_into(
 ) -> DecodePlan | PrefillPlan | None:
     """Attend, into `out` and `lse`, where q is [T, Hq, D] or [B, Sq, Hq, D].
 
-    Returns what did it, to be used again; None for plain torch. On a CPU that is plain torch, or Triton's interpreter where it is on (which computes wrongly in bfloat16).
+    Returns what did it, to be used again; None for plain torch. On a CPU that is plain torch, or Triton's interpreter
+    where it is on (which computes wrongly in bfloat16).
     """
     if call.q.device.type == "cpu":
         check_indices(call)

@@ -1,7 +1,7 @@
 """Prefill: attention of many new tokens of each request, over its slot of the cache.
 
-Each program has BLOCK_M queries of one head, and goes through the keys that they see; the last queries of a request, which
-see most, come first. Tiles of keys that all of its queries see need no mask:
+Each program has BLOCK_M queries of one head, and goes through the keys that they see; the last queries of a request,
+which see most, come first. Tiles of keys that all of its queries see need no mask:
 
     keys        0                                     seq_len
     queries     +-----------------------------------+-.
@@ -206,8 +206,9 @@ def _prefill_kernel(
         acc = tl.zeros([BLOCK_M, BLOCK_DV], tl.float32)
         if WINDOW:
             acc, m, l = _keys(
-                acc, m, l, q, q_rest, position, slopes, begin, tl.minimum(first_clear, end), length, k_head, v_head, k_tiles, v_tiles,
-                table, stride_k_slot, stride_k_token, stride_v_slot, stride_v_token, scale, window, softcap,
+                acc, m, l, q, q_rest, position, slopes, begin, tl.minimum(first_clear, end), length, k_head, v_head,
+                k_tiles, v_tiles, table, stride_k_slot, stride_k_token, stride_v_slot, stride_v_token,
+                scale, window, softcap,
                 D, D_MAIN, D_REST, DV, BLOCK_DV, BLOCK_N, CAUSAL, WINDOW, SOFTCAP, ALIBI, True, PAGE, TILES, STAGES,
                 PRECISION,
             )  # fmt: skip
@@ -247,8 +248,8 @@ class PrefillPlan:
     tuning
         Instead of what is chosen for the shape.
     page_tokens, table_width
-        For measuring what pages cost: k and v are [pages, page_tokens, Hkv, D], and a block table of so many pages a request
-        says where its tokens are. The rest is the same.
+        For measuring what pages cost: k and v are [pages, page_tokens, Hkv, D], and a block table of so many pages a
+        request says where its tokens are. The rest is the same.
     """
 
     def __init__(
@@ -328,7 +329,7 @@ class PrefillPlan:
                 call.q, call.k, call.v, out, lse, call.cu_seqlens, call.seq_lens, call.batch_idx, ends,
                 call.sinks, call.alibi_slopes, call.k_scale, call.v_scale, table,
             )  # fmt: skip
-            # How the queries are spread is known on the device only: the most blocks that there can be. Those that there
-            # are not are enough for rows of q behind the last request.
+            # How the queries are spread is known on the device only: the most blocks that there can be. Those that
+            # there are not are enough for rows of q behind the last request.
             most_blocks = -(-num_queries // self._block_m) + min(self._batch, num_queries)
             self._prefill(most_blocks * self._num_heads, tensors, num_queries)

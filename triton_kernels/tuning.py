@@ -17,6 +17,7 @@ class DecodeTuning:
     programs: int  # of a multiprocessor
     descriptors: bool = False  # whether tiles are fetched by the tensor memory accelerator
     merged: int = 32  # numbers of parts that a thread adds up at a time
+    merges_apart: bool = False  # whether a second kernel merges the parts (where the GPU lets it wait on the device)
 
 
 @dataclass(frozen=True)
@@ -30,15 +31,22 @@ class PrefillTuning:
     descriptors: bool  # whether tiles are fetched by the tensor memory accelerator
 
 
-def decode_tuning(block_m: int, head_bytes: int) -> DecodeTuning:
-    """For tiles of so many rows of queries, and so many bytes of a key and a value of one head."""
+def decode_tuning(block_m: int, head_bytes: int, items: float) -> DecodeTuning:
+    """For tiles of so many rows of queries, so many bytes of a key and a value of one head, and items a multiprocessor.
+
+    Measured on an H200, with 512 bytes and 16 rows, the lengths unknown.
+    """
     if head_bytes > 1024:  # latents (MLA)
-        return DecodeTuning(32, 8 if block_m >= 32 else 4, 2, 1)
+        return DecodeTuning(32, 8 if block_m >= 32 else 4, 2, 1, merged=16)
     if block_m >= 64:
         return DecodeTuning(64, 4, 3 if head_bytes <= 512 else 2, 2 if head_bytes <= 512 else 1)
     if head_bytes <= 256:
-        return DecodeTuning(128, 4, 3, 2)
-    return DecodeTuning(64, 4, 3, 2)
+        return DecodeTuning(128, 4, 3, 2, merges_apart=items <= 0.25)
+    if head_bytes > 512:
+        return DecodeTuning(64, 8, 2, 1, merges_apart=items <= 0.25)
+    if 0.25 < items <= 1:
+        return DecodeTuning(128, 8, 3, 1)
+    return DecodeTuning(64, 4, 3, 2, merges_apart=items <= 0.25)
 
 
 def prefill_tuning(head_dim: int, value_dim: int, element_bytes: int) -> PrefillTuning:
@@ -46,10 +54,8 @@ def prefill_tuning(head_dim: int, value_dim: int, element_bytes: int) -> Prefill
     width = max(head_dim, value_dim)
     if element_bytes == 4:
         return PrefillTuning(64 if width <= 128 else 32, 32, 4, 1, False)
-    if width <= 64:
-        return PrefillTuning(128, 128, 8, 3, False)
     if width <= 128:
-        return PrefillTuning(128, 64, 8, 3, False)
+        return PrefillTuning(64, 64, 4, 3, True)
     if width <= 256:
         return PrefillTuning(128 if value_dim <= 128 else 64, 64, 8, 2, False)
     return PrefillTuning(32, 32, 4, 1, False)

@@ -1,8 +1,8 @@
 """Workspace: counters that are zero whenever no kernel uses them, without a memset before each launch.
 
 A kernel that counts leaves its counters at zero. So they are zeroed once, and shared by all launches that follow one
-another: those of a stream, and those of one stream within one CUDA graph, which must share them with nobody else, as it may
-be replayed beside anything.
+another: those of a stream, and those of one stream within one CUDA graph, which must share them with nobody else, as
+it may be replayed beside anything.
 """
 
 from __future__ import annotations
@@ -62,7 +62,7 @@ def _for_capture(device: torch.device, stream: int, number: int) -> torch.Tensor
 
 
 def _capture_id(stream: int) -> int:
-    """The number of the capture that a stream is in, of which a process has each once; 0 where that is not to be had."""
+    """The number of the capture that a stream is in, which a process has once; 0 where that is not to be had."""
     try:
         from cuda.bindings import driver
 

@@ -34,6 +34,7 @@ BENCHMARKS = {
     "sleep": "Memory of torch's allocator that is put to sleep and woken, beside the link's bandwidth.",
     "alloc": "torch's allocations on our pages beside its own allocators: one by one, and in training.",
     "tensor": "Virtual tensors beside torch's own: operations, creation, first touches, growth, reads of zeros.",
+    "kernels": "Attention kernels over the contiguous cache beside other libraries': decode, prefill, appending.",
 }
 
 
@@ -200,8 +201,29 @@ def _add_benchmark(name: str, summary: str) -> None:
         run_and_report(benchmark, output)
 
 
+@bench_app.command(help=BENCHMARKS["kernels"])
+@_sentence_on_error
+def kernels(
+    device: Device = None,
+    small: Small = False,
+    rounds: Rounds = None,
+    only: Annotated[
+        Literal["decode", "ragged", "prefill", "append", "overhead"] | None, typer.Option(help="One part of it.")
+    ] = None,
+    long: Annotated[bool, typer.Option("--long", help="Prompts of 32k and 128k tokens as well.")] = False,
+    output: Output = None,
+    debug: Debug = False,
+) -> None:
+    """Measure the kernels."""
+    from vtensor.bench.kernels import benchmark, run
+    from vtensor.devices import fastest_device
+
+    run(benchmark(device or fastest_device(), small=small, rounds=rounds, only=only, long=long), output)
+
+
 for _name, _summary in BENCHMARKS.items():
-    _add_benchmark(_name, _summary)
+    if _name != "kernels":  # it has options of its own
+        _add_benchmark(_name, _summary)
 
 
 if __name__ == "__main__":

@@ -12,7 +12,7 @@ import torch
 
 import vtensor as vt
 from tests.helpers.child import in_interpreter
-from tests.vtensor.caches import lengths, make, spec
+from tests.vtensor.caches import lengths, make, page
 from vtensor.triton_kernels import append
 from vtensor.triton_kernels.append import append_kv, append_reference
 from vtensor.triton_kernels.launch import is_interpreted
@@ -327,7 +327,9 @@ def test_copies_keep_every_bit(device: str, function: Append) -> None:
 @pytest.mark.parametrize("layout", ["sliced", "per_layer"])
 def test_a_real_cache_of_which_no_page_behind_the_rows_is_committed(layout: str, device: str, function: Append) -> None:
     # a page group holds 4 tokens of a layer (per_layer: 8 of its K), so after 4, 8, ... the next has no memory
-    cache = make(device, spec(device, 4), spec(device, 4), layout=layout)
+    heads = page(device) // (4 * 2 * 2 * 64)
+    layers = [vt.LayerSpec(num_kv_heads=heads, head_dim=64)] * 2
+    cache = make(device, *layers, layout=layout)
     views = [cache.layer(layer, plain=True) for layer in (0, 1)]
     heads, width = views[0][0].shape[2:]
     step = views[1][0].data_ptr() - views[0][0].data_ptr()
@@ -587,34 +589,6 @@ def test_nothing_to_append(counts: tuple[int, ...], device: str, function: Appen
 
 
 # -- launches ---------------------------------------------------------------------------------------------------------
-
-
-class Kernel:
-    """In place of Triton's: notes how it is launched."""
-
-    def __init__(self, log: list[str], name: str) -> None:
-        self.log, self.name = log, name
-
-    def __getitem__(self, grid: tuple[int, ...]) -> Callable[..., Kernel]:
-        def launch(*args: Any, **options: Any) -> Kernel:
-            self.log.append(f"{self.name} {grid} {len(args)}")
-            return Kernel(self.log, "compiled")
-
-        return launch
-
-
-def test_only_aligned_pointers_are_launched_as_compiled(monkeypatch: pytest.MonkeyPatch) -> None:
-    log: list[str] = []
-    monkeypatch.setattr(append, "is_interpreted", lambda: False)
-    monkeypatch.setattr(append, "_append_kernel", Kernel(log, "jit"))
-    wide = torch.zeros(1 + 3 * 2 * 64, dtype=torch.float16)
-    aligned, odd = wide[:-1].view(3, 2, 64), wide[1:].view(3, 2, 64)
-    cache, lens = torch.zeros(3, 9, 2, 64, dtype=torch.float16), torch.ones(3, dtype=torch.int32)
-    launch = append._prepare((aligned, None, cache, None, None, None, None, lens, None, None, None, None), False)
-    for k in (odd, aligned, aligned, odd, aligned):
-        launch.run((k, None, cache, None, None, None, None, lens, None, None, None, None))
-    assert [line.split()[0] for line in log] == ["jit", "jit", "compiled", "jit", "compiled"]
-    assert len({line.split(" ", 1)[1] for line in log}) == 1
 
 
 def test_launches_are_remembered_and_not_for_ever(monkeypatch: pytest.MonkeyPatch) -> None:

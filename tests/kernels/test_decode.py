@@ -30,7 +30,7 @@ from tests.kernels.attention_cases import (
 from vtensor.triton_kernels.attention import decode_attention
 from vtensor.triton_kernels.decode import DecodePlan
 from vtensor.triton_kernels.reference import attend
-from vtensor.triton_kernels.tuning import decode_tuning
+from vtensor.triton_kernels.tuning import DecodeTuning
 
 FP16, BF16, FP32 = torch.float16, torch.bfloat16, torch.float32
 MLA = Case((4, 1), width=576, value_width=512, layout="latent")
@@ -267,21 +267,25 @@ def test_more_requests_than_one_program_adds_up(
 # -- how it is split ----------------------------------------------------------------------------------------------
 
 
-def in_parts(inputs: Inputs, num_programs: int, **tuning: Any) -> tuple[torch.Tensor, torch.Tensor]:
+TILES = DecodeTuning(block_n=16, num_warps=4, num_stages=2, programs=1)  # small, so that there are many
+
+
+def in_parts(inputs: Inputs, num_programs: int, tuning: DecodeTuning) -> tuple[torch.Tensor, torch.Tensor]:
     """Have so many programs do it, instead of as many as suit the device."""
     call = inputs.call()
-    width = (call.q.shape[3] + call.v.shape[3]) * call.k.element_size()
     out = torch.full((*call.q.shape[:-1], call.v.shape[3]), torch.nan, dtype=call.q.dtype, device=call.q.device)
     lse = torch.full(call.q.shape[:-1], torch.nan, device=call.q.device)
-    plan = DecodePlan(
-        call,
-        has_lse=True,
-        out_strides=out.stride(),
-        num_programs=num_programs,
-        tuning=replace(decode_tuning(16, width), **tuning),
-    )
+    plan = DecodePlan(call, has_lse=True, out_strides=out.stride(), num_programs=num_programs, tuning=tuning)
     plan.run(call, out, lse)
     return out, lse
+
+
+def cuts(device: str) -> list[DecodeTuning]:
+    """Whatever may change how parts are made and merged."""
+    if device == "cpu":
+        return [TILES]
+    large = replace(TILES, block_n=64)
+    return [TILES, *(replace(x, merges_apart=True) for x in (TILES, large)), replace(large, descriptors=True)]
 
 
 @by_device("num_programs", cpu=[1, 3, 8, 64], gpu=[1, 2, 3, 5, 7, 8, 13, 64, 133, 500])
@@ -289,24 +293,28 @@ def in_parts(inputs: Inputs, num_programs: int, **tuning: Any) -> tuple[torch.Te
 def test_lengths_1_to_65_in_any_number_of_parts(num_programs: int, queries: int, device: str) -> None:
     lens = tuple(range(1, 66)) if device != "cpu" else (1, 7, 16, 33, 50, 64, 65)
     inputs = make(Case((4, 2), width=16, lens=lens, queries=queries, dtype=FP32), device)
-    assert_right(in_parts(inputs, num_programs), inputs)
+    for tuning in cuts(device):
+        assert_right(in_parts(inputs, num_programs, tuning), inputs)
 
 
 @by_device("num_programs", cpu=[1, 3, 16], gpu=[1, 2, 3, 7, 16, 33, 264, 1000])
 @pytest.mark.parametrize("features", [(), ("sinks", "softcap"), ("window", "alibi")], ids="+".join)
 def test_long_requests_in_any_number_of_parts(num_programs: int, features: tuple[str, ...], device: str) -> None:
     lens = (300, 0, 129, 1) if device == "cpu" else (4097, 0, 129, 1, 20_000)
-    case = Case((3, 1), width=16, lens=lens, dtype=FP32, features=features, window=150)
-    inputs = make(case, device)
-    assert_right(in_parts(inputs, num_programs), inputs)
+    inputs = make(Case((3, 1), width=16, lens=lens, dtype=FP32, features=features, window=150), device)
+    for tuning in cuts(device):
+        assert_right(in_parts(inputs, num_programs, tuning), inputs)
 
 
 @pytest.mark.parametrize("num_programs", [40, 64])
 @pytest.mark.parametrize("features", [(), ("window", "alibi", "sinks")], ids="+".join)
 def test_more_parts_than_are_merged_at_once(features: tuple[str, ...], num_programs: int, device: str) -> None:
-    case = Case((2, 1), width=16, lens=(700, 0, 3), dtype=FP32, features=features, window=650, layout="sliced")
+    case = Case((2, 1), width=16, lens=(700, 0, 3), dtype=FP32, features=features, window=690, layout="sliced")
     inputs = make(case, device)
-    assert_right(in_parts(inputs, num_programs, block_n=16), inputs)
+    for tuning in cuts(device):
+        # What a thread adds up at a time decides how many parts are merged at once.
+        for merged in (1, tuning.merged):
+            assert_right(in_parts(inputs, num_programs, replace(tuning, merged=merged)), inputs)
 
 
 @by_device("capacity", cpu=[65, 300, 50_000], gpu=[65, 66, 128, 300, 4096, 50_000])
@@ -652,9 +660,7 @@ def test_pages_behind_the_last_token_are_not_there(
 ) -> None:
     # In a process of its own, since reading one row too many ends it; and on the host as a user would have it run.
     on_host = device == "cpu"
-    lens = (
-        [(32, 0, 16, 1), (64, 0, 48, 32)] if on_host else [(4096, 0, 2048, 1), (8192, 0, 4096, 4097)]
-    )
+    lens = [(32, 0, 16, 1), (64, 0, 48, 32)] if on_host else [(4096, 0, 2048, 1), (8192, 0, 4096, 4097)]
     code = REAL.format(
         device=device, dtype="torch.float16", width=width, layout=layout, lens=lens, most=256 if on_host else 16384
     )

@@ -29,7 +29,7 @@ class TritonBackend(Backend):
 
     def why_absent(self) -> str | None:
         """Say why it cannot be loaded, or None."""
-        return why_no_module("triton") or why_no_module("vtensor.triton_kernels.decode")
+        return why_no_module("triton") or why_no_module("vtensor.triton_kernels.attention")
 
     def why_not_on(self, device: torch.device) -> str | None:
         """Say why it does not run on a device, or None."""
@@ -58,16 +58,16 @@ class TritonBackend(Backend):
         cache = call.k, call.v
         found: Any
         if call.cu_seqlens is not None:
-            prefill = _kernel("prefill", "prefill_attention")
+            prefill = _kernel("prefill_attention")
             found = prefill(
                 call.q, *cache, call.cu_seqlens, call.seq_lens, call.batch_idx, causal=call.causal, **options
             )
         elif call.q.shape[1] <= (_MOST_DECODE_QUERIES if call.causal else 1):
-            found = _kernel("decode", "decode_attention")(call.q, *cache, call.seq_lens, call.batch_idx, **options)
+            found = _kernel("decode_attention")(call.q, *cache, call.seq_lens, call.batch_idx, **options)
         else:
             batch, count = call.q.shape[:2]
             rows = torch.arange(0, (batch + 1) * count, count, dtype=torch.int32, device=call.q.device)
-            prefill = _kernel("prefill", "prefill_attention")
+            prefill = _kernel("prefill_attention")
             q = call.q.reshape(-1, *call.q.shape[-2:])
             found = prefill(q, *cache, rows, call.seq_lens, call.batch_idx, causal=call.causal, **options)
         out, lse = found if return_lse else (found, None)
@@ -76,8 +76,8 @@ class TritonBackend(Backend):
 
 
 @functools.cache
-def _kernel(module: str, name: str) -> Any:
-    return getattr(importlib.import_module(f"vtensor.triton_kernels.{module}"), name)
+def _kernel(name: str) -> Any:
+    return getattr(importlib.import_module("vtensor.triton_kernels"), name)
 
 
 def _is_interpreted() -> bool:
