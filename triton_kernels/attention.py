@@ -94,8 +94,8 @@ def decode_attention(
         flat = None if out is None else out.view(-1, *out.shape[2:])
         found = _attend(q.flatten(0, 1), k, v, seq_lens, batch_idx, cu_seqlens, True, options, return_lse, flat)
         if isinstance(found, tuple):
-            return found[0].unflatten(0, (batch, count)), found[1].unflatten(0, (batch, count))
-        return found.unflatten(0, (batch, count))
+            return found[0].view(*q.shape[:-1], v.shape[3]), found[1].view(q.shape[:-1])
+        return found.view(*q.shape[:-1], v.shape[3])
     return _attend(q, k, v, seq_lens, batch_idx, None, True, options, return_lse, out)
 
 

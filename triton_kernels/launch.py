@@ -124,11 +124,11 @@ class Launch:
     def __call__(self, grid: int | tuple[int, int], tensors: tuple[torch.Tensor | None, ...], *changing: int) -> None:
         """Launch so many programs on the current device."""
         assert len(changing) == self._num_changing
-        grid = (grid, 1, 1) if isinstance(grid, int) else (*grid, 1)
+        whole = (grid, 1, 1) if isinstance(grid, int) else (*grid, 1)
         if self._makes_descriptors:  # in a copy of the caller's context, whose allocator stays
-            contextvars.copy_context().run(self._run_with_scratch, grid, tensors, changing)
+            contextvars.copy_context().run(self._run_with_scratch, whole, tensors, changing)
         else:
-            self._run(grid, tensors, changing)
+            self._run(whole, tensors, changing)
 
     def _run_with_scratch(self, *arguments: Any) -> None:
         triton.set_allocator(_scratch)

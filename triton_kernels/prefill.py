@@ -323,7 +323,7 @@ class PrefillPlan:
             return
         num_queries, ends = out.shape[0], None
         with device_of(out):
-            if not self._is_small:
+            if not self._is_small and call.cu_seqlens is not None:
                 ends = (-(call.cu_seqlens.diff().clamp(min=0) // -self._block_m)).cumsum(0)
             tensors = (
                 call.q, call.k, call.v, out, lse, call.cu_seqlens, call.seq_lens, call.batch_idx, ends,
