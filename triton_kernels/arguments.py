@@ -110,9 +110,12 @@ def check_attention(
     if not isinstance(q, torch.Tensor):
         raise ValueError(f"q is a {type(q).__name__}: it must be a tensor")
     device = q.device
-    if cu_seqlens is None and q.dim() == 3:
-        q = q.unsqueeze(1)
-    shape = ("B", "Sq", "Hq", "D") if cu_seqlens is None else ("T", "Hq", "D")
+    shape: tuple[str, ...] = ("T", "Hq", "D")
+    if cu_seqlens is None:
+        if q.dim() not in (3, 4):
+            raise ValueError(f"q has shape {list(q.shape)}: it must be [B, Hq, D] or [B, Sq, Hq, D]")
+        shape = ("B", "Sq", "Hq", "D")
+        q = q.unsqueeze(1) if q.dim() == 3 else q
     check_tensor("q", q, device=device, dtype=_QUERY_DTYPES, shape=shape, dense=False)
     head_dim = q.shape[-1]
     cache_dtypes = (q.dtype, FP8)
@@ -147,11 +150,11 @@ def check_attention(
         size = 1 if isinstance(factor, torch.Tensor) and factor.numel() == 1 else num_kv_heads
         flat = factor.reshape(-1) if isinstance(factor, torch.Tensor) and factor.dim() == 0 else factor
         check_tensor(name, flat, device=device, dtype=torch.float32, shape=(size,))
-    if window is not None and (not isinstance(window, int) or window < 1):
+    if window is not None and (isinstance(window, bool) or not isinstance(window, int) or window < 1):
         raise ValueError(f"window={window!r} must be a number of tokens of at least 1, or None")
-    if softcap is not None and not (math.isfinite(softcap) and softcap > 0):
+    if softcap is not None and not (_is_number(softcap) and softcap > 0):
         raise ValueError(f"softcap={softcap!r} must be a finite number above 0, or None")
-    if scale is not None and not math.isfinite(scale):
+    if scale is not None and not _is_number(scale):
         raise ValueError(f"scale={scale!r} must be a finite number, or None for 1 / sqrt(D)")
     if window is not None and not causal:
         raise ValueError(f"window={window} is for causal attention: leave it out, or let causal be True")
@@ -174,6 +177,10 @@ def check_attention(
     if device.type == "cpu" and not torch.compiler.is_compiling():
         check_indices(call)
     return call
+
+
+def _is_number(value: object) -> bool:
+    return isinstance(value, int | float) and not isinstance(value, bool) and math.isfinite(value)
 
 
 def check_indices(call: AttentionArguments) -> None:

@@ -85,6 +85,9 @@ def signature(*tensors: torch.Tensor | None) -> tuple[Any, ...]:
     return tuple(None if one is None else (one.shape, one.stride(), one.dtype, one.device) for one in tensors)
 
 
+_Tensors = tuple[Any, ...]  # tensors, or None; the first is one
+
+
 class Launch:
     """A kernel with all of its arguments but tensors, and numbers that change from call to call.
 
@@ -121,7 +124,7 @@ class Launch:
         self._compiled: dict[tuple[bool, ...], Any] = {}  # by which tensors lie at multiples of 16 bytes
         self._num_changing = num_changing
 
-    def __call__(self, grid: int | tuple[int, int], tensors: tuple[torch.Tensor | None, ...], *changing: int) -> None:
+    def __call__(self, grid: int | tuple[int, int], tensors: _Tensors, *changing: int) -> None:
         """Launch so many programs on the current device."""
         assert len(changing) == self._num_changing
         whole = (grid, 1, 1) if isinstance(grid, int) else (*grid, 1)
@@ -135,7 +138,7 @@ class Launch:
         self._run(*arguments)
 
     def _run(
-        self, grid: tuple[int, int, int], tensors: tuple[torch.Tensor | None, ...], changing: tuple[int, ...]
+        self, grid: tuple[int, int, int], tensors: _Tensors, changing: tuple[int, ...]
     ) -> None:
         if is_interpreted():
             self._kernel[grid](*tensors, *changing, *self._numbers, **self._options)
@@ -148,7 +151,8 @@ class Launch:
             self._compiled[aligned] = compiled
         # Addresses rather than tensors: of those Triton asks the driver, which knows none where no memory is mapped
         # yet, as at the beginning of a virtual tensor of which another part is used.
-        compiled[grid](*addresses, *changing, *self._numbers)
+        stream = torch._C._cuda_getCurrentRawStream(tensors[0].device.index)
+        compiled[grid](*addresses, *changing, *self._numbers, stream=stream)
 
 
 def _scratch(size: int, alignment: int, stream: int | None) -> torch.Tensor:

@@ -27,11 +27,12 @@ class Kernel:
         return self
 
     def __getitem__(self, grid: tuple[int, ...]) -> Callable[..., None]:
-        return lambda *args: self.log.append((grid, *args))
+        return lambda *args, stream: self.log.append((grid, *args, stream))
 
 
 def test_what_was_compiled_is_launched_with_addresses(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(launch, "is_interpreted", lambda: False)
+    monkeypatch.setattr(torch._C, "_cuda_getCurrentRawStream", lambda index: 5, raising=False)
     kernel = Kernel()
     run = Launch(kernel, {"second": 2, "first": 1}, num_changing=1, num_warps=4)
     wide = torch.zeros(64)
@@ -39,7 +40,7 @@ def test_what_was_compiled_is_launched_with_addresses(monkeypatch: pytest.Monkey
     for tensor in (even, odd, even, odd):
         run(3, (tensor, None), 7)
     calls = [line for line in kernel.log if line[0] != "compiled"]
-    assert calls == [((3, 1, 1), tensor.data_ptr(), None, 7, 1, 2) for tensor in (even, odd, even, odd)]
+    assert calls == [((3, 1, 1), tensor.data_ptr(), None, 7, 1, 2, 5) for tensor in (even, odd, even, odd)]
     assert kernel.log.count(("compiled", ("num_warps", 4))) == 2
 
 
