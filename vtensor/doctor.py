@@ -99,7 +99,7 @@ def _software() -> Iterator[Check]:
     )
     for name, without in (
         ("numba", "vtensor cannot run without it: pip install numba"),
-        ("triton", "no kernels of our own; attention uses torch's"),
+        ("triton", "no kernels of our own; vt.attention uses others"),
         ("cuda-bindings", "no CUDA backend: pip install cuda-python"),
     ):
         version = package_version(name)
