@@ -16,7 +16,7 @@ import torch
 import triton
 import triton.language as tl
 
-from vtensor.triton_kernels.arguments import FP8, check_tensor
+from vtensor.triton_kernels.arguments import FP8, check_for_kernels, check_target, check_tensor
 from vtensor.triton_kernels.launch import Launch, device_of, is_interpreted
 
 __all__ = ["append_kv", "append_reference"]
@@ -159,10 +159,10 @@ def _append_kernel(
             row, row < num_rows, seq_lens_ptr, batch_idx_ptr, cu_seqlens_ptr,
             num_requests, rows_each, num_slots, slot_tokens,
         )  # fmt: skip
-        source = k_ptr + layer * k_layer + request * k_request + index * k_row + head * K_HEAD
+        source = k_ptr + layer * k_layer + request * k_request + index * k_row + head.to(tl.int64) * K_HEAD
         # int64 before they are multiplied: a token of a slice of 32 layers is 65,536 elements wide
         target = k_cache_ptr + layer * k_cache_layer + slot * k_cache_slot + position * k_cache_token
-        target += head * K_CACHE_HEAD
+        target += head.to(tl.int64) * K_CACHE_HEAD
         scale_at = layer * K_SCALE_LAYER + head * K_SCALE_HEAD
         if HALF > 0:
             _rotate(
@@ -172,9 +172,9 @@ def _append_kernel(
         if D > 2 * HALF:
             _copy(source, target, is_line, k_scale_ptr, scale_at, 2 * HALF, D, BLOCK_D, FP8, INTERPRETED)
         if v_ptr is not None:
-            source = v_ptr + layer * v_layer + request * v_request + index * v_row + head * V_HEAD
+            source = v_ptr + layer * v_layer + request * v_request + index * v_row + head.to(tl.int64) * V_HEAD
             target = v_cache_ptr + layer * v_cache_layer + slot * v_cache_slot + position * v_cache_token
-            target += head * V_CACHE_HEAD
+            target += head.to(tl.int64) * V_CACHE_HEAD
             scale_at = layer * V_SCALE_LAYER + head * V_SCALE_HEAD
             _copy(source, target, is_line, v_scale_ptr, scale_at, 0, DV, BLOCK_DV, FP8, INTERPRETED)
     else:
@@ -185,7 +185,7 @@ def _append_kernel(
                 row, row < num_rows, seq_lens_ptr, batch_idx_ptr, cu_seqlens_ptr,
                 num_requests, rows_each, num_slots, slot_tokens,
             )  # fmt: skip
-            source = q_ptr + layer * q_layer + request * q_request + index * q_row + head * Q_HEAD
+            source = q_ptr + layer * q_layer + request * q_request + index * q_row + head.to(tl.int64) * Q_HEAD
             _rotate(
                 source, source, is_line, cos_ptr, sin_ptr, position * angle_position, None, 0,
                 LINES, HALF, BLOCK_HALF, INTERLEAVED, False, INTERPRETED,
@@ -234,6 +234,9 @@ def _prepare(tensors: _Tensors, interleaved: bool) -> _Appending:
     """Check the arguments, but for the indices that they hold, and say how the kernel is launched."""
     k, v, k_cache, v_cache, q, cos, sin, seq_lens, batch_idx, cu_seqlens, k_scale, v_scale = tensors
     _check_places(tensors)
+    for name, target in (("k_cache", k_cache), ("v_cache", v_cache), ("q", q)):
+        if target is not None:
+            check_target(name, target)
     layers = k_cache.dim() - 4
     if layers not in (0, 1):
         raise ValueError(
@@ -405,7 +408,8 @@ def _destinations(
         if slot != -1 and begin < end and raises and (first < 0 or length > longest):
             raise ValueError(
                 f"seq_lens[{request}]={length} must be of {end - begin}, the new rows, to {longest}, "
-                f"{'the length of k_cache' if longest == slot_tokens else 'the rows of cos'}"
+                f"{'the length of k_cache' if longest == slot_tokens else 'the rows of cos'}; "
+                "batch_idx of -1 is padding"
             )
         begin, end = begin + max(0, -first), end - max(0, length - slot_tokens)
         if ends is not None:
@@ -452,14 +456,16 @@ def _append_in_torch(tensors: _Tensors, destinations: list[tuple[int, int, int, 
         keys = rows_of(k, request, begin, end)
         if cos is not None and sin is not None:
             keys = _rotated(keys, cos[here], sin[here], interleaved)
-            if q is not None:
-                queries = rows_of(q, request, begin, end)
-                queries.copy_(_rotated(queries, cos[here], sin[here], interleaved))
         for rows, cache, scale in ((keys, k_cache, k_scale), (v, v_cache, v_scale)):
             if rows is None or cache is None:
                 continue
             new = rows if rows is keys else rows_of(rows, request, begin, end)
             cache[..., slot, here, :, :] = _quantised(new, scale) if cache.dtype == FP8 else new.to(cache.dtype)
+    if q is not None and cos is not None and sin is not None:
+        for request, begin, end, _, position in destinations:
+            here = slice(position, position + end - begin)
+            queries = rows_of(q, request, begin, end)
+            queries.copy_(_rotated(queries, cos[here], sin[here], interleaved))
 
 
 # -- interface ----------------------------------------------------------------------------------------------------
@@ -556,8 +562,18 @@ def append_kv(
     the call reads N * T * Hkv * (D + Dv) elements of k and v and writes as many to the cache, reads and writes
     N * T * Hq * R of q, and reads T * R of cos and sin; in bfloat16, for T 256, N 32, Hkv 8, D 128, that is 64 MiB.
 
+    The rows must have memory when the kernel runs: give `plain` views of a virtual cache, after `step`. A request of
+    which `seq_lens` lacks the new rows has its last ones overwritten, which nobody can see. There are no gradients.
+
     CPU tensors are appended by Triton's interpreter where that is on (TRITON_INTERPRET), else by `append_reference`.
     """
+    check_for_kernels(k=k, v=v, k_cache=k_cache, v_cache=v_cache, q=q)
+    if torch.compiler.is_compiling():
+        torch.ops.vtensor.append_kv(
+            k, v, k_cache, v_cache, seq_lens, batch_idx, cu_seqlens,
+            cos=cos, sin=sin, interleaved=interleaved, q=q, k_scale=k_scale, v_scale=v_scale,
+        )  # fmt: skip
+        return
     tensors = (k, v, k_cache, v_cache, q, cos, sin, seq_lens, batch_idx, cu_seqlens, k_scale, v_scale)
     launch = _launch_of(tensors, interleaved)
     if k.device.type == "cpu":

@@ -2,15 +2,24 @@
 
 from __future__ import annotations
 
-import math
 from dataclasses import dataclass
 
 import torch
 
-__all__ = ["FP8", "MOST_HEAD_DIM", "AttentionArguments", "check_attention", "check_indices", "check_tensor"]
+__all__ = [
+    "FP8",
+    "MOST_HEAD_DIM",
+    "AttentionArguments",
+    "check_attention",
+    "check_for_kernels",
+    "check_indices",
+    "check_target",
+    "check_tensor",
+]
 
 FP8 = torch.float8_e4m3fn
 MOST_HEAD_DIM = 576
+_LONGEST = 1 << 30  # a longer window hides nothing, and sums with it stay within 32 bits
 _QUERY_DTYPES = (torch.float16, torch.bfloat16, torch.float32)
 
 
@@ -67,7 +76,8 @@ def check_tensor(
         raise ValueError(f"{name} is on {tensor.device}, and q is on {device}: they must be on one device")
     dtypes = dtype if isinstance(dtype, tuple) else (dtype,)
     if tensor.dtype not in dtypes:
-        raise ValueError(f"{name} has dtype {tensor.dtype}: it must be {' or '.join(map(str, dtypes))}")
+        wanted = " or ".join(dict.fromkeys(map(str, dtypes)))
+        raise ValueError(f"{name} has dtype {tensor.dtype}: it must be {wanted}")
     fits = tensor.dim() == len(shape) and all(
         not isinstance(wanted, int) or size == wanted for size, wanted in zip(tensor.shape, shape, strict=True)
     )
@@ -119,6 +129,8 @@ def check_attention(
     check_tensor("q", q, device=device, dtype=_QUERY_DTYPES, shape=shape, dense=False)
     head_dim = q.shape[-1]
     cache_dtypes = (q.dtype, FP8)
+    if isinstance(k, torch.Tensor) and k.dtype not in cache_dtypes:
+        raise ValueError(f"k has dtype {k.dtype}, and q has {q.dtype}: they must be one, or k must be of {FP8}")
     check_tensor("k", k, device=device, dtype=cache_dtypes, shape=("slots", "L", "Hkv", head_dim), dense=False)
     check_tensor("v", v, device=device, dtype=k.dtype, shape=(*k.shape[:3], "Dv"), dense=False)
     for name, width, most in (("q and k", head_dim, MOST_HEAD_DIM), ("v", v.shape[3], 512)):
@@ -129,7 +141,14 @@ def check_attention(
         raise ValueError(
             f"q has {num_heads} heads and k has {num_kv_heads}: the first must be a multiple of the second"
         )
+    if not isinstance(causal, bool):
+        raise ValueError(f"causal={causal!r} must be True or False")
     size: int | str = "B" if cu_seqlens is not None else q.shape[0]
+    if cu_seqlens is None and isinstance(seq_lens, torch.Tensor) and seq_lens.shape != (size,):
+        raise ValueError(
+            f"seq_lens has shape {list(seq_lens.shape)}: it must be [{size}], one for each request of q, "
+            f"which has shape {list(q.shape)}; queries [T, Hq, D] of several tokens a request need cu_seqlens"
+        )
     check_tensor("seq_lens", seq_lens, device=device, dtype=torch.int32, shape=(size,))
     batch = seq_lens.shape[0]
     if batch_idx is not None:
@@ -167,7 +186,7 @@ def check_attention(
         cu_seqlens,
         causal,
         head_dim**-0.5 if scale is None else float(scale),
-        window or 0,
+        min(window or 0, _LONGEST),
         softcap or 0.0,
         sinks,
         alibi_slopes,
@@ -179,8 +198,28 @@ def check_attention(
     return call
 
 
+def check_for_kernels(**tensors: object) -> None:
+    """Raise `ValueError` for tensors that a kernel, which sees addresses, would take for what they are not."""
+    for name, tensor in tensors.items():
+        if not isinstance(tensor, torch.Tensor):
+            continue
+        if hasattr(tensor, "plain"):
+            raise ValueError(
+                f"{name} is a virtual tensor, and kernels read memory without looking whether it is there: give "
+                f"{name}.plain(), once the rows that they reach have memory (by step, or by commit)"
+            )
+        if tensor.requires_grad and torch.is_grad_enabled():
+            raise ValueError(f"{name} requires grad, and kernels have none: call them under torch.no_grad()")
+
+
+def check_target(name: str, tensor: torch.Tensor) -> None:
+    """Raise `ValueError` for what is written to, where elements share memory."""
+    if any(stride == 0 and size > 1 for size, stride in zip(tensor.shape, tensor.stride(), strict=True)):
+        raise ValueError(f"{name} has strides {tensor.stride()} for shape {list(tensor.shape)}: its elements overlap")
+
+
 def _is_number(value: object) -> bool:
-    return isinstance(value, int | float) and not isinstance(value, bool) and math.isfinite(value)
+    return isinstance(value, int | float) and not isinstance(value, bool) and abs(value) < 3e38
 
 
 def check_indices(call: AttentionArguments) -> None:

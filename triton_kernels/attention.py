@@ -6,10 +6,15 @@ from typing import Any
 
 import torch
 
-from vtensor.triton_kernels.arguments import AttentionArguments, check_attention, check_tensor
+from vtensor.triton_kernels.arguments import (
+    AttentionArguments,
+    check_attention,
+    check_for_kernels,
+    check_target,
+    check_tensor,
+)
 from vtensor.triton_kernels.decode import DecodePlan
-from vtensor.triton_kernels.launch import signature
-from vtensor.triton_kernels.library import attend_into
+from vtensor.triton_kernels.library import attend_into, signature_of
 from vtensor.triton_kernels.prefill import PrefillPlan
 
 __all__ = ["decode_attention", "prefill_attention"]
@@ -42,8 +47,13 @@ def decode_attention(
     """Attention of one or a few new tokens of each request.
 
     It reads the rows of k and v that a query sees, and no other, once for all query heads of a KV head: B * length *
-    Hkv * (D + Dv) elements. Repeats give the same bits. It never waits for the device, and may be captured into a
-    CUDA graph, whose replays take the lengths that are then in `seq_lens`.
+    Hkv * (D + Dv) elements. Repeats give the same bits. It does not wait for the device (but the
+    first call in a stream), and may be captured into a
+    CUDA graph, whose replays take the lengths that are then in `seq_lens`. It has no gradients.
+
+    These rows must have memory when the kernel runs: give `plain` views of a virtual cache, after `step`, and the
+    window that the cache gives memory back behind. On a CPU it is computed by Triton's interpreter where that is on
+    (TRITON_INTERPRET), else in plain torch.
 
     Parameters
     ----------
@@ -90,12 +100,14 @@ def decode_attention(
     options = (scale, window, softcap, sinks, alibi_slopes, k_scale, v_scale)
     if isinstance(q, torch.Tensor) and q.dim() == 4 and q.shape[1] > MOST_QUERIES and q.shape[0]:
         batch, count = q.shape[:2]
+        if out is not None:
+            check_tensor("out", out, device=q.device, dtype=q.dtype, shape=(*q.shape[:-1], v.shape[-1]), dense=False)
         cu_seqlens = torch.arange(0, (batch + 1) * count, count, dtype=torch.int32, device=q.device)
-        flat = None if out is None else out.view(-1, *out.shape[2:])
-        found = _attend(q.flatten(0, 1), k, v, seq_lens, batch_idx, cu_seqlens, True, options, return_lse, flat)
-        if isinstance(found, tuple):
-            return found[0].view(*q.shape[:-1], v.shape[3]), found[1].view(q.shape[:-1])
-        return found.view(*q.shape[:-1], v.shape[3])
+        found = _attend(q.flatten(0, 1), k, v, seq_lens, batch_idx, cu_seqlens, True, options, return_lse, None)
+        rows, sums = found if isinstance(found, tuple) else (found, None)
+        rows = rows.view(*q.shape[:-1], v.shape[3])
+        result = rows if out is None else out.copy_(rows)
+        return result if sums is None else (result, sums.view(q.shape[:-1]))
     return _attend(q, k, v, seq_lens, batch_idx, None, True, options, return_lse, out)
 
 
@@ -152,7 +164,8 @@ def prefill_attention(
     return _attend(q, k, v, seq_lens, batch_idx, cu_seqlens, causal, options, return_lse, out)
 
 
-_plans: dict[Any, DecodePlan | PrefillPlan] = {}
+_checked: dict[Any, DecodePlan | PrefillPlan] = {}
+"""What calls of a kind that was checked are done by."""
 
 
 def _attend(
@@ -169,16 +182,18 @@ def _attend(
 ) -> _Result:
     scale, window, softcap, sinks, alibi_slopes, k_scale, v_scale = options
     is_traced = torch.compiler.is_compiling()
+    check_for_kernels(q=q, k=k, v=v, out=out)
     plan = key = None
+    call = AttentionArguments(
+        q, k, v, seq_lens, batch_idx, cu_seqlens, causal, 0.0, 0, 0.0, sinks, alibi_slopes, k_scale, v_scale
+    )
     if not is_traced:
         try:
-            tensors = signature(k, v, seq_lens, batch_idx, cu_seqlens, sinks, alibi_slopes, k_scale, v_scale, out)
-            rows = q.shape if cu_seqlens is None else q.shape[1:]
-            addresses = k.data_ptr(), v.data_ptr()  # latents are one memory; descriptors want multiples of 16
-            how = rows, q.stride(), q.dtype, q.device, addresses[0] == addresses[1], (addresses[0] | addresses[1]) % 16
-            key = how, tensors, causal, scale, window, softcap, return_lse
-            plan = _plans.get(key) if cu_seqlens is None or out is None else None
-        except (AttributeError, TypeError):
+            if out is None or out.shape == (*q.shape[:-1], v.shape[3]):
+                numbers = causal, scale, window, softcap, return_lse
+                key = signature_of(call, out), numbers, tuple(map(type, numbers))
+                plan = _checked.get(key)
+        except (AttributeError, TypeError, IndexError):
             key = None  # not what it should be: the checks say what
     if plan is None:
         call = check_attention(
@@ -188,10 +203,7 @@ def _attend(
         if out is not None:
             shape = (*q.shape[:-1], v.shape[3])
             check_tensor("out", out, device=q.device, dtype=q.dtype, shape=shape, dense=False)
-    else:
-        call = AttentionArguments(
-            q, k, v, seq_lens, batch_idx, cu_seqlens, causal, 0.0, 0, 0.0, sinks, alibi_slopes, k_scale, v_scale
-        )
+            check_target("out", out)
     if out is None:
         out = torch.empty((*q.shape[:-1], v.shape[3]), dtype=q.dtype, device=q.device)
     lse = torch.empty(q.shape[:-1], dtype=torch.float32, device=q.device) if return_lse else None
@@ -204,8 +216,8 @@ def _attend(
         )  # fmt: skip
     else:
         plan = attend_into(call, out, lse)
-        if plan is not None and q.device.type == "cuda":
-            if len(_plans) >= _MOST_PLANS:
-                _plans.clear()
-            _plans[key] = plan
+        if plan is not None and key is not None and q.device.type == "cuda":
+            if len(_checked) >= _MOST_PLANS:
+                _checked.clear()
+            _checked[key] = plan
     return out if lse is None else (out, lse)

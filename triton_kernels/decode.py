@@ -92,7 +92,8 @@ def _write(
         sinks = tl.load(sinks_ptr + q_head, mask=is_row, other=0.0).to(tl.float32)
     out, lse = finish(acc, m, l, sinks, SINKS)
     dim = tl.arange(0, BLOCK_DV)
-    out_row = out_ptr + b.to(tl.int64) * stride_request + query * stride_token + q_head * stride_head
+    out_row = out_ptr + b.to(tl.int64) * stride_request
+    out_row += query.to(tl.int64) * stride_token + q_head.to(tl.int64) * stride_head
     tl.store(out_row[:, None] + dim[None, :], out, mask=is_row[:, None] & (dim < DV)[None, :])
     if LSE:
         at = (b.to(tl.int64) * NUM_QUERIES + query) * (NUM_KV_HEADS * GROUP) + q_head
@@ -220,7 +221,8 @@ def _decode_kernel(
         query, q_head = r // GROUP, head * GROUP + r % GROUP
         is_row = r < ROWS
         position = length - NUM_QUERIES + query
-        q_row = q_ptr + b.to(tl.int64) * stride_q_request + query * stride_q_token + q_head * stride_q_head
+        q_row = q_ptr + b.to(tl.int64) * stride_q_request
+        q_row += query.to(tl.int64) * stride_q_token + q_head.to(tl.int64) * stride_q_head
         q = tl.load(q_row[:, None] + dim[None, :], mask=is_row[:, None], other=0.0)
         if D_REST > 0:
             q_rest = tl.load(
@@ -233,8 +235,8 @@ def _decode_kernel(
         if K_SCALE:
             scale_here = scale * tl.load(k_scale_ptr + head * k_scale_step)
         # -- its keys and values --
-        k_head = k_ptr + slot.to(tl.int64) * stride_k_slot + head * stride_k_head
-        v_head = v_ptr + slot.to(tl.int64) * stride_v_slot + head * stride_v_head
+        k_head = k_ptr + slot.to(tl.int64) * stride_k_slot + head.to(tl.int64) * stride_k_head
+        v_head = v_ptr + slot.to(tl.int64) * stride_v_slot + head.to(tl.int64) * stride_v_head
         table = table_ptr
         if PAGE > 0:
             table += b.to(tl.int64) * stride_table
@@ -386,14 +388,16 @@ class DecodePlan:
         num_slots, slot_tokens, num_kv_heads, value_dim = v.shape
         if page_tokens:
             num_slots, slot_tokens = self._batch, table_width * page_tokens
-        block_m = min(64, max(16, triton.next_power_of_2(num_queries * call.group)))
+        most_rows = 16 if q.element_size() * head_dim > 2048 else 64  # of float32 latents more do not fit
+        block_m = max(16, min(most_rows, triton.next_power_of_2(num_queries * call.group)))
         main, rest = split_width(head_dim)
         block_dv = triton.next_power_of_2(value_dim)
         is_latent = v.data_ptr() == k.data_ptr() and v.stride()[:3] == k.stride()[:3] and value_dim == main
         width = head_dim if is_latent else head_dim + value_dim
         items = num_kv_heads * -(-num_queries * call.group // block_m)
         multiprocessors = num_multiprocessors(q.device)
-        tuning = tuning or decode_tuning(block_m, width * k.element_size(), self._batch * items / multiprocessors)
+        head_bytes = width * max(k.element_size(), 2)
+        tuning = tuning or decode_tuning(block_m, head_bytes, self._batch * items / multiprocessors)
         if num_programs is None:
             num_programs = multiprocessors * tuning.programs
         self._num_programs = num_programs
@@ -402,7 +406,7 @@ class DecodePlan:
         self._num_counters = self._batch * items
         self._num_parts = 2 * num_programs * block_m
         self._block_dv = block_dv
-        merged = tuning.merged * 32 * tuning.num_warps  # elements at a time
+        merged = max(tuning.merged, 1) * 32 * tuning.num_warps  # elements at a time
         merged_rows = min(triton.next_power_of_2(min(block_m, num_queries * call.group)), max(1, merged // block_dv))
         tiles = tuning.descriptors and not page_tokens and not rest and suits_descriptors(k, v)
         is_small = self._batch <= _MOST_LENGTHS

@@ -82,7 +82,9 @@ def suits_descriptors(*caches: torch.Tensor) -> bool:
 
 def signature(*tensors: torch.Tensor | None) -> tuple[Any, ...]:
     """What checks and launches depend on: all of tensors but where their memory is and what is in it."""
-    return tuple(None if one is None else (one.shape, one.stride(), one.dtype, one.device) for one in tensors)
+    return tuple(
+        None if one is None else (type(one), one.shape, one.stride(), one.dtype, one.device) for one in tensors
+    )
 
 
 _Tensors = tuple[Any, ...]  # tensors, or None; the first is one
@@ -137,9 +139,7 @@ class Launch:
         triton.set_allocator(_scratch)
         self._run(*arguments)
 
-    def _run(
-        self, grid: tuple[int, int, int], tensors: _Tensors, changing: tuple[int, ...]
-    ) -> None:
+    def _run(self, grid: tuple[int, int, int], tensors: _Tensors, changing: tuple[int, ...]) -> None:
         if is_interpreted():
             self._kernel[grid](*tensors, *changing, *self._numbers, **self._options)
             return

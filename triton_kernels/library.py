@@ -9,11 +9,30 @@ import torch
 from vtensor.triton_kernels.append import append_kv
 from vtensor.triton_kernels.arguments import AttentionArguments, check_indices
 from vtensor.triton_kernels.decode import DecodePlan
-from vtensor.triton_kernels.launch import is_interpreted
+from vtensor.triton_kernels.launch import is_interpreted, signature
 from vtensor.triton_kernels.prefill import PrefillPlan
 from vtensor.triton_kernels.reference import attend
 
-__all__ = ["attend_into"]
+__all__ = ["attend_into", "signature_of"]
+
+
+_MOST_PLANS = 4096
+_plans: dict[Any, DecodePlan | PrefillPlan] = {}
+
+
+def signature_of(call: AttentionArguments, out: torch.Tensor | None) -> tuple[Any, ...]:
+    """All that a plan depends on but numbers: not on how many rows ragged queries have."""
+    q, k, v = call.q, call.k, call.v
+    addresses = k.data_ptr(), v.data_ptr()  # latents are one memory; descriptors want multiples of 16
+    return (
+        q.shape if call.cu_seqlens is None else q.shape[1:], q.stride(), q.dtype, q.device, type(q),
+        addresses[0] == addresses[1], (addresses[0] | addresses[1]) % 16,
+        None if out is None else (out.stride(), out.dtype, out.device, type(out)),
+        signature(
+            k, v, call.seq_lens, call.batch_idx, call.cu_seqlens,
+            call.sinks, call.alibi_slopes, call.k_scale, call.v_scale,
+        ),
+    )  # fmt: skip
 
 
 def attend_into(
@@ -24,15 +43,25 @@ def attend_into(
     Returns what did it, to be used again; None for plain torch. On a CPU that is plain torch, or Triton's interpreter
     where it is on (which computes wrongly in bfloat16).
     """
+    if not out.numel():
+        return None
     if call.q.device.type == "cpu":
         check_indices(call)
         if not is_interpreted() or torch.bfloat16 in (call.q.dtype, call.k.dtype):
-            found, sums = attend(call)
-            out.view(found.shape).copy_(found)
-            if lse is not None:
-                lse.view(sums.shape).copy_(sums)
+            with torch.no_grad():
+                found, sums = attend(call)
+                out.copy_(found.view(out.shape))
+                if lse is not None:
+                    lse.copy_(sums.view(lse.shape))
             return None
-    plan = plan_for(call, out, lse)
+    options = call.causal, call.scale, call.window, call.softcap, lse is not None
+    key = (signature_of(call, out), *options)
+    plan = _plans.get(key)
+    if plan is None:
+        plan = plan_for(call, out, lse)
+        if len(_plans) >= _MOST_PLANS:
+            _plans.clear()
+        _plans[key] = plan
     plan.run(call, out, lse)
     return plan
 

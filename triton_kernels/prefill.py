@@ -56,11 +56,8 @@ def _keys(
                 k = tl.load(k_row[:, None] + dim[None, :]).to(q.dtype)
         scores = tl.dot(q, tl.trans(k), input_precision=PRECISION)
         if D_REST > 0:
-            if TILES:
-                k_rest = k_tiles.load([key0, D_MAIN])
-            else:
-                is_rest = is_key[:, None] & (dim_rest < D)[None, :]
-                k_rest = tl.load(k_row[:, None] + dim_rest[None, :], mask=is_rest, other=0.0).to(q.dtype)
+            is_rest = is_key[:, None] & (dim_rest < D)[None, :]
+            k_rest = tl.load(k_row[:, None] + dim_rest[None, :], mask=is_rest, other=0.0).to(q.dtype)
             scores = tl.dot(q_rest, tl.trans(k_rest), scores, input_precision=PRECISION)
         found = logits(scores, scale, softcap, slopes, key[None, :] - position[:, None], SOFTCAP, ALIBI)
         if MASKED:
@@ -93,7 +90,7 @@ def _clear(
     token = first.to(tl.int64) + tl.arange(0, BLOCK_M)
     is_row = (token >= 0) & (token < num_queries)
     dim = tl.arange(0, BLOCK_DV)
-    out_row = out_ptr + token * stride_token + head * stride_head
+    out_row = out_ptr + token * stride_token + head.to(tl.int64) * stride_head
     zeros = tl.zeros([BLOCK_M, BLOCK_DV], out_ptr.dtype.element_ty)
     tl.store(out_row[:, None] + dim[None, :], zeros, mask=is_row[:, None] & (dim < DV)[None, :])
     if LSE:
@@ -166,7 +163,7 @@ def _prefill_kernel(
             D_MAIN + tl.arange(0, 16 if D_REST == 0 else D_REST),
             tl.arange(0, BLOCK_DV),
         )
-        q_row = q_ptr + token.to(tl.int64) * stride_q_token + head * stride_q_head
+        q_row = q_ptr + token.to(tl.int64) * stride_q_token + head.to(tl.int64) * stride_q_head
         q = tl.load(q_row[:, None] + dim[None, :], mask=is_row[:, None], other=0.0)
         q_rest = q
         if D_REST > 0:
@@ -178,8 +175,8 @@ def _prefill_kernel(
             slopes += tl.load(slopes_ptr + head)
         if K_SCALE:
             scale *= tl.load(k_scale_ptr + kv_head * k_scale_step)
-        k_head = k_ptr + slot.to(tl.int64) * stride_k_slot + kv_head * stride_k_head
-        v_head = v_ptr + slot.to(tl.int64) * stride_v_slot + kv_head * stride_v_head
+        k_head = k_ptr + slot.to(tl.int64) * stride_k_slot + kv_head.to(tl.int64) * stride_k_head
+        v_head = v_ptr + slot.to(tl.int64) * stride_v_slot + kv_head.to(tl.int64) * stride_v_head
         table = table_ptr
         if PAGE > 0:
             table += b.to(tl.int64) * stride_table
@@ -230,7 +227,7 @@ def _prefill_kernel(
         if SINKS:
             sinks += tl.load(sinks_ptr + head).to(tl.float32)
         out, lse = finish(acc, m, l, sinks, SINKS)
-        out_row = out_ptr + token.to(tl.int64) * stride_out_token + head * stride_out_head
+        out_row = out_ptr + token.to(tl.int64) * stride_out_token + head.to(tl.int64) * stride_out_head
         tl.store(out_row[:, None] + dim_v[None, :], out, mask=is_row[:, None] & (dim_v < DV)[None, :])
         if LSE:
             tl.store(lse_ptr + token.to(tl.int64) * NUM_HEADS + head, lse, mask=is_row)
@@ -319,7 +316,12 @@ class PrefillPlan:
         self, call: AttentionArguments, out: torch.Tensor, lse: torch.Tensor | None, table: torch.Tensor | None = None
     ) -> None:
         """Attend, into `out` [T, Hq, Dv] and `lse` [T, Hq]."""
-        if not out.numel() or not self._batch:
+        if not out.numel():
+            return
+        if not self._batch:
+            out.zero_()
+            if lse is not None:
+                lse.fill_(-torch.inf)
             return
         num_queries, ends = out.shape[0], None
         with device_of(out):

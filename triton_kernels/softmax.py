@@ -29,9 +29,12 @@ def row_offsets(rows, sees, stride_row, stride_page, table_ptr, PAGE: tl.constex
 def logits(scores, scale, softcap, slopes, distance, SOFTCAP: tl.constexpr, ALIBI: tl.constexpr):
     """Logits for base 2 of raw scores. `distance`: of the keys, from the queries; `slopes`: [M, 1]."""
     if SOFTCAP:
-        # tanh y = 1 - 2 / (exp(2y) + 1), which is right at both ends as well
-        y = tl.exp2(scores * (scale * (2.0 * LOG2E) / softcap))
-        found = (softcap * LOG2E) * (1.0 - 2.0 / (y + 1.0))
+        # tanh x = 1 - 2 / (exp(2x) + 1), which is right at both ends; where it is small that cancels, and a series does
+        x = scores * (scale / softcap)
+        x2 = x * x
+        small = x * (1.0 + x2 * (-0.33333333 + x2 * (0.13333333 + x2 * (-0.053968254 + x2 * 0.021869488))))
+        large = 1.0 - 2.0 / (tl.exp2(x * (2.0 * LOG2E)) + 1.0)
+        found = (softcap * LOG2E) * tl.where(x2 < 0.0625, small, large)
     else:
         found = scores * (scale * LOG2E)
     if ALIBI:
@@ -53,8 +56,11 @@ def soften(found, m, l, acc):
 
 @triton.jit
 def finish(acc, m, l, sinks, SINKS: tl.constexpr):
-    """Outputs and natural log-sum-exp of rows, from unnormalised sums; 0 and -inf where a row has seen nothing."""
-    sees_any = m > float("-inf")
+    """Outputs and natural log-sum-exp of rows, from unnormalised sums; 0 and -inf where a row has seen nothing.
+
+    A maximum passes over NaN, a sum does not: what is NaN stays so.
+    """
+    sees_any = (m > float("-inf")) | (l != l)
     if SINKS:
         top = tl.where(sees_any, tl.maximum(m, sinks * LOG2E), 0.0)
         l = l * tl.exp2(m - top) + tl.exp2(sinks * LOG2E - top)

@@ -36,6 +36,8 @@ def decode_tuning(block_m: int, head_bytes: int, items: float) -> DecodeTuning:
 
     Measured on an H200, with 512 bytes and 16 rows, the lengths unknown.
     """
+    if head_bytes > 2304:
+        return DecodeTuning(16, 4, 1, 1, merged=16)
     if head_bytes > 1024:  # latents (MLA)
         return DecodeTuning(32, 8 if block_m >= 32 else 4, 2, 1, merged=16)
     if block_m >= 64:

@@ -16,49 +16,67 @@ __all__ = ["counters"]
 _RESERVE = 1 << 18
 """Counters (int32) that are kept ready for graphs: in a capture, nothing could zero them once and for all."""
 
+_STEP = 32  # a cache line: neighbours do not slow each other, and all begin at multiples of 16 bytes
+
 _lock = threading.Lock()
 _of_streams: dict[tuple[int, int], torch.Tensor] = {}
 _of_captures: dict[int, tuple[int, dict[int, torch.Tensor]]] = {}  # by device: the newest capture, and its streams
-_reserves: dict[int, torch.Tensor] = {}
+_reserves: dict[int, torch.Tensor] = {}  # by device: what is left of the newest
+_kept: list[torch.Tensor] = []  # all reserves there ever were: graphs use them for as long as they live
 
 
 def counters(device: torch.device, number: int) -> torch.Tensor:
-    """So many int32 counters, all 0, for a launch in the current stream that leaves them at 0.
+    """So many int32 counters or more, all 0, for a launch in the current stream that leaves them at 0.
 
-    During a capture for which no counters are in reserve (they are made by the first call outside of one), the graph
-    zeroes some of its own each time.
+    The first call in a stream, and one that needs more than any before, waits for that stream. During a capture for
+    which no counters are in reserve (they are made by calls outside of one), the graph zeroes some of its own each
+    time.
     """
+    number = max(_STEP, -(-number // _STEP) * _STEP)
     if device.type == "cpu":
         return torch.zeros(number, dtype=torch.int32)
     stream = int(torch._C._cuda_getCurrentRawStream(device.index))
     if torch.cuda.is_current_stream_capturing():
         return _for_capture(device, stream, number)
     found = _of_streams.get((device.index, stream))
-    if found is None or len(found) < number:
+    if found is None or found.numel() < number:
         with _lock:
-            found = torch.zeros(max(number, 1 << 12), dtype=torch.int32, device=device)
+            number = max(1 << 12, 1 << (number - 1).bit_length())
+            found = torch.zeros(number, dtype=torch.int32, device=device)
             _of_streams[device.index, stream] = found
-            if len(_reserves.get(device.index, ())) < _RESERVE // 4:
-                _reserves[device.index] = torch.zeros(_RESERVE, dtype=torch.int32, device=device)
+            _refill(device)
             torch.cuda.current_stream(device).synchronize()  # once: graphs will run in other streams
     return found
 
 
+def _refill(device: torch.device) -> None:
+    """Have a reserve for graphs that come, of which enough is left."""
+    left = _reserves.get(device.index)
+    if left is None or left.numel() < _RESERVE // 4:
+        _reserves[device.index] = torch.zeros(_RESERVE, dtype=torch.int32, device=device)
+        _kept.append(_reserves[device.index])
+
+
 def _for_capture(device: torch.device, stream: int, number: int) -> torch.Tensor:
-    capture = _capture_id(stream)
     with _lock:
-        newest, of_streams = _of_captures.get(device.index, (0, {}))
-        if newest != capture:
-            newest, of_streams = capture, {}
-            _of_captures[device.index] = newest, of_streams
-        found = of_streams.get(stream)
-        if found is None or len(found) < number:
-            reserve = _reserves.get(device.index)
-            if not capture or reserve is None or len(reserve) < number:
-                return torch.zeros(number, dtype=torch.int32, device=device)
-            found, _reserves[device.index] = reserve[:number], reserve[number:]
-            of_streams[stream] = found
-    return found
+        found = _cut(device, _capture_id(stream), stream, number)
+    return torch.zeros(number, dtype=torch.int32, device=device) if found is None else found
+
+
+def _cut(device: torch.device, capture: int, stream: int, number: int) -> torch.Tensor | None:
+    """The counters of a stream of a capture, cut from the reserve if they are the first; None if that is too little."""
+    newest, of_streams = _of_captures.get(device.index, (0, {}))
+    if newest != capture:
+        of_streams = {}
+        _of_captures[device.index] = capture, of_streams
+    found = of_streams.get(stream)
+    if found is not None and found.numel() >= number:
+        return found
+    reserve = _reserves.get(device.index)
+    if not capture or reserve is None or reserve.numel() < number:
+        return None
+    of_streams[stream], _reserves[device.index] = reserve[:number], reserve[number:]
+    return of_streams[stream]
 
 
 def _capture_id(stream: int) -> int:

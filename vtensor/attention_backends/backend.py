@@ -12,6 +12,7 @@ from typing import ClassVar
 import torch
 
 from vtensor.attention_backends.support import Support
+from vtensor.tensor import VirtualTensor
 from vtensor.triton_kernels.arguments import AttentionArguments
 
 __all__ = ["Backend", "CannotRunError", "Result", "why_no_module", "with_sinks"]
@@ -35,6 +36,8 @@ class Backend(ABC):
     install: ClassVar[str] = ""
     """How to get it, where that is not by pip."""
     support: ClassVar[Support]
+    of_torch: ClassVar[bool] = False
+    """Whether it is made of torch's operators, which virtual tensors watch, and which have gradients."""
 
     @abstractmethod
     def why_absent(self) -> str | None:
@@ -54,6 +57,8 @@ class Backend(ABC):
     def why_not(self, call: AttentionArguments, *, return_lse: bool = False) -> str | None:
         """Say what of a call it cannot do, or None. Looks at no length, and so waits for nothing."""
         reason = self.why_not_on(call.q.device) or self.support.why_not(call, return_lse=return_lse)
+        if reason is None and not self.of_torch:
+            reason = _why_not_by_address(call)
         if reason is None and self.reads_lengths(call) and _is_capturing(call.q):
             reason = "it reads the lengths on the host, which cannot be in a CUDA graph"
         return reason
@@ -98,9 +103,19 @@ def with_sinks(out: torch.Tensor, lse: torch.Tensor, sinks: torch.Tensor) -> tup
     S / (S + exp(sink)) = sigmoid(lse - sink).
     """
     sinks = sinks.float()
-    share = torch.sigmoid(lse - sinks).unsqueeze(-1)
+    is_empty = lse == -torch.inf
+    share = torch.where(is_empty, 0.0, torch.sigmoid(lse - sinks)).unsqueeze(-1)
     both = torch.logaddexp(lse, sinks)
-    return (out.float() * share).to(out.dtype), torch.where(lse == -torch.inf, lse, both)
+    return (out.float() * share).to(out.dtype), torch.where(is_empty, lse, both)
+
+
+def _why_not_by_address(call: AttentionArguments) -> str | None:
+    for name, tensor in (("q", call.q), ("k", call.k), ("v", call.v)):
+        if isinstance(tensor, VirtualTensor):
+            return f"{name} is a virtual tensor, whose memory it would not look for; give {name}.plain() after a step"
+        if tensor.requires_grad and torch.is_grad_enabled():
+            return f"{name} requires grad, and it has none; use torch.no_grad()"
+    return None
 
 
 def _is_capturing(tensor: torch.Tensor) -> bool:

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from typing import Any
+
 import torch
 
 __all__ = ["attention"]
@@ -89,7 +91,11 @@ def attention(
     -----
     "sdpa-flash", "cudnn", "flashinfer", "flex", "reference", and "flash-attn-2" with `cu_seqlens`, read the lengths on
     the host. That waits for the device, and cannot be in a CUDA graph. "auto" takes none of them unless no other can do
-    the call.
+    the call. In a graph of torch.compile it is "triton".
+
+    Kernels read memory without looking whether it is there: give `plain` views of a virtual cache, after `step` for
+    these lengths, and the window of the layer (`LayerSpec`). To find a mistake, give the views themselves, which only
+    "sdpa-flash" and "reference" take: they raise where there is no memory. These two have gradients as well.
 
     Examples
     --------
@@ -102,6 +108,17 @@ def attention(
     >>> vt.attention(q, k, v, lens, slots, backend="sdpa-flash").shape
     torch.Size([2, 8, 64])
     """
+    if torch.compiler.is_compiling() and backend in ("auto", "triton"):
+        from vtensor.triton_kernels import decode_attention, prefill_attention
+
+        options: dict[str, Any] = {
+            "scale": scale, "window": window, "softcap": softcap, "sinks": sinks, "alibi_slopes": alibi_slopes,
+            "k_scale": k_scale, "v_scale": v_scale, "return_lse": return_lse,
+        }  # fmt: skip
+        if cu_seqlens is not None:
+            return prefill_attention(q, k, v, cu_seqlens, seq_lens, batch_idx, causal=causal, **options)
+        if causal or q.dim() == 3:
+            return decode_attention(q, k, v, seq_lens, batch_idx, **options)
     from vtensor.attention_backends.backend import CannotRunError
     from vtensor.attention_backends.choose import choose, refusal
     from vtensor.triton_kernels.arguments import check_attention

@@ -109,7 +109,7 @@ class GroupBackend(Backend):
             if lse is not None and sums is not None:
                 group.rows_of(lse, call.causal).copy_(sums)
         shape = call.q.shape[:-1]
-        return out.reshape(*shape, -1), None if lse is None else lse.reshape(shape)
+        return out.reshape(*shape, call.v.shape[3]), None if lse is None else lse.reshape(shape)
 
     def why_not_group(self, call: AttentionArguments, group: Group) -> str | None:
         """Say why a group cannot be done, or None."""

@@ -17,7 +17,6 @@ __all__ = ["ReferenceBackend", "TritonBackend"]
 
 _DTYPES = (torch.float16, torch.bfloat16, torch.float32)
 _ALL: frozenset[Feature] = frozenset(get_args(Feature))
-_MOST_DECODE_QUERIES = 16
 
 
 class TritonBackend(Backend):
@@ -62,7 +61,7 @@ class TritonBackend(Backend):
             found = prefill(
                 call.q, *cache, call.cu_seqlens, call.seq_lens, call.batch_idx, causal=call.causal, **options
             )
-        elif call.q.shape[1] <= (_MOST_DECODE_QUERIES if call.causal else 1):
+        elif call.causal or call.q.shape[1] <= 1:
             found = _kernel("decode_attention")(call.q, *cache, call.seq_lens, call.batch_idx, **options)
         else:
             batch, count = call.q.shape[:2]
@@ -72,7 +71,7 @@ class TritonBackend(Backend):
             found = prefill(q, *cache, rows, call.seq_lens, call.batch_idx, causal=call.causal, **options)
         out, lse = found if return_lse else (found, None)
         shape = call.q.shape[:-1]
-        return out.reshape(*shape, -1), None if lse is None else lse.reshape(shape)
+        return out.reshape(*shape, call.v.shape[3]), None if lse is None else lse.reshape(shape)
 
 
 @functools.cache
@@ -92,6 +91,7 @@ class ReferenceBackend(Backend):
     """Plain torch in float32, one request after another. Takes all, slowly."""
 
     name = "reference"
+    of_torch = True
     package = "torch"
     support = Support(
         _DTYPES,

@@ -20,6 +20,7 @@ __all__ = ["CudnnBackend", "SdpaFlashBackend"]
 
 class _SdpaBackend(GroupBackend):
     package = "torch"
+    of_torch = True
 
     def why_absent(self) -> str | None:
         """Say why it cannot be used, or None."""

@@ -176,7 +176,7 @@ def _attend(
             table_width=width,
         )
         plan.run(call, out, lse, cache.table)
-    out = out.view(*q.shape[:-1], -1)
+    out = out.view(*q.shape[:-1], out.shape[-1])
     return out if lse is None else (out, lse.view(q.shape[:-1]))
 
 
