@@ -234,9 +234,6 @@ def _prepare(tensors: _Tensors, interleaved: bool) -> _Appending:
     """Check the arguments, but for the indices that they hold, and say how the kernel is launched."""
     k, v, k_cache, v_cache, q, cos, sin, seq_lens, batch_idx, cu_seqlens, k_scale, v_scale = tensors
     _check_places(tensors)
-    for name, target in (("k_cache", k_cache), ("v_cache", v_cache), ("q", q)):
-        if target is not None:
-            check_target(name, target)
     layers = k_cache.dim() - 4
     if layers not in (0, 1):
         raise ValueError(
@@ -288,6 +285,9 @@ def _prepare(tensors: _Tensors, interleaved: bool) -> _Appending:
         *scale_strides[0], *scale_strides[1], heads, q_heads, width, value_width, half,
         block_d, block_dv, block_half, lines, bool(interleaved), k_cache.dtype == FP8,
     )  # fmt: skip
+    for name, target in (("k_cache", k_cache), ("v_cache", v_cache), ("q", q)):
+        if target is not None:
+            check_target(name, target)
     # no fused multiply and add: results are to the bit those of the reference
     launch = Launch(_append_kernel, (*numbers, is_interpreted()), num_warps=4, enable_fp_fusion=False)
     return _Appending((blocks, num_layers), launch, numbers[:3])

@@ -132,6 +132,11 @@ def benchmark(
         variants += kernels_overhead.overhead_variants(device, dtype, heads, num_calls=num_calls)
     absent = absent_rivals(device)
     notes = [f"{heads.q} heads of {heads.dim}, {str(dtype).removeprefix('torch.')}"]
+    if device == "cpu":
+        from vtensor.triton_kernels.launch import is_interpreted
+
+        how = "in Triton's interpreter" if is_interpreted() else "plain torch, no kernel of ours"
+        notes.append(f"ours: {how}")
     notes += [f"not there: {', '.join(f'{name} ({reason})' for name, reason in absent.items())}"] if absent else []
     notes += [f"too large for this device's memory: {', '.join(left_out)}"] if left_out else []
     return Benchmark(
