@@ -16,7 +16,7 @@ import torch
 import triton
 import triton.language as tl
 
-from vtensor.triton_kernels.arguments import FP8, check_for_kernels, check_target, check_tensor
+from vtensor.triton_kernels.arguments import FP8, check_for_kernels, check_target, check_tensor, shown
 from vtensor.triton_kernels.launch import Launch, device_of, is_interpreted
 
 __all__ = ["append_kv", "append_reference"]
@@ -396,11 +396,11 @@ def _destinations(
     ends = None if cu_seqlens is None else cu_seqlens.tolist()
     if raises and ends is not None and (ends[0] or ends[-1] > num_rows or ends != sorted(ends)):
         raise ValueError(
-            f"cu_seqlens={_shown(ends)} must begin with 0, never fall, and end at most at {num_rows}, k's rows"
+            f"cu_seqlens={shown(ends)} must begin with 0, never fall, and end at most at {num_rows}, k's rows"
         )
     wanted = list(range(len(lengths))) if batch_idx is None else batch_idx.tolist()
     if raises and any(not -1 <= slot < slots for slot in wanted):
-        raise ValueError(f"batch_idx={_shown(wanted)} must be of 0 to {slots - 1}, k_cache's slots, or -1 for padding")
+        raise ValueError(f"batch_idx={shown(wanted)} must be of 0 to {slots - 1}, k_cache's slots, or -1 for padding")
     found = []
     for request, (slot, length) in enumerate(zip(wanted, lengths, strict=True)):
         begin, end = (0, rows_each) if ends is None else ends[request : request + 2]
@@ -417,10 +417,6 @@ def _destinations(
         if 0 <= slot < slots and begin < end:
             found.append((request, begin, end, slot, max(0, first)))
     return found
-
-
-def _shown(values: list[int]) -> str:
-    return str(values) if len(values) <= 16 else f"[{', '.join(map(str, values[:16]))}, ...]"
 
 
 def _rotated(x: torch.Tensor, cos: torch.Tensor, sin: torch.Tensor, interleaved: bool) -> torch.Tensor:

@@ -15,6 +15,7 @@ __all__ = [
     "check_indices",
     "check_target",
     "check_tensor",
+    "shown",
 ]
 
 FP8 = torch.float8_e4m3fn
@@ -237,18 +238,20 @@ def check_indices(call: AttentionArguments) -> None:
             raise ValueError(f"cu_seqlens={cu_seqlens.tolist()} of no request must be [0]")
         return
     if int(seq_lens.min()) < 0 or int(seq_lens.max()) > longest:
-        raise ValueError(f"seq_lens={_shown(seq_lens)} must be of 0 to {longest}, the length of k's slots")
+        raise ValueError(f"seq_lens={shown(seq_lens.tolist())} must be of 0 to {longest}, the length of k's slots")
     if batch_idx is not None and (int(batch_idx.min()) < -1 or int(batch_idx.max()) >= slots):
-        raise ValueError(f"batch_idx={_shown(batch_idx)} must be of 0 to {slots - 1}, k's slots, or -1 for padding")
+        raise ValueError(
+            f"batch_idx={shown(batch_idx.tolist())} must be of 0 to {slots - 1}, k's slots, or -1 for padding"
+        )
     if cu_seqlens is not None:
         counts = cu_seqlens.diff()
         if int(cu_seqlens[0]) or int(counts.min()) < 0 or int(cu_seqlens[-1]) > q.shape[0]:
             raise ValueError(
-                f"cu_seqlens={_shown(cu_seqlens)} must begin with 0, never fall, and end at most at "
+                f"cu_seqlens={shown(cu_seqlens.tolist())} must begin with 0, never fall, and end at most at "
                 f"{q.shape[0]}, the number of q's rows"
             )
 
 
-def _shown(tensor: torch.Tensor) -> str:
-    values = tensor.tolist()
+def shown(values: list[int]) -> str:
+    """The first of some numbers, for a message."""
     return str(values) if len(values) <= 16 else f"[{', '.join(map(str, values[:16]))}, ...]"

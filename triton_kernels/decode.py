@@ -31,16 +31,13 @@ from vtensor.triton_kernels.launch import (
     has_dependent_launch,
     num_multiprocessors,
     split_width,
-    suits_descriptors,
 )
+from vtensor.triton_kernels.lengths import MOST_LENGTHS, request_at
 from vtensor.triton_kernels.softmax import finish, logits, row_offsets, soften
 from vtensor.triton_kernels.tuning import DecodeTuning, decode_tuning
 from vtensor.triton_kernels.workspace import counters
 
 __all__ = ["DecodePlan"]
-
-_MOST_LENGTHS = 1024
-"""Requests whose lengths each program adds up itself; for more that is done before, in memory."""
 
 
 @triton.jit
@@ -153,7 +150,7 @@ def _decode_kernel(
     MERGED_ROWS: tl.constexpr, MERGED_PARTS: tl.constexpr,
     INDEXED: tl.constexpr, WINDOW: tl.constexpr, SOFTCAP: tl.constexpr, ALIBI: tl.constexpr, SINKS: tl.constexpr,
     K_SCALE: tl.constexpr, V_SCALE: tl.constexpr, V_IS_K: tl.constexpr, LSE: tl.constexpr,
-    PAGE: tl.constexpr, TILES: tl.constexpr, STAGES: tl.constexpr, PRECISION: tl.constexpr, APART: tl.constexpr,
+    PAGE: tl.constexpr, STAGES: tl.constexpr, PRECISION: tl.constexpr, APART: tl.constexpr,
 ):  # fmt: skip
     program = tl.program_id(0)
     column, lane = program // LANES, program % LANES
@@ -197,13 +194,7 @@ def _decode_kernel(
             b = tl.sum((ends <= tile).to(tl.int32), 0)
             begin = tl.sum(tl.where(all_b < b, counts, 0), 0)
         else:
-            low, high = tl.zeros([], tl.int32), batch + tl.zeros([], tl.int32)  # the first whose end is beyond it
-            for _ in range(LOG_B):
-                middle = (low + high) // 2
-                is_before = tl.load(ends_ptr + tl.minimum(middle, batch - 1)) * TURNS <= tile
-                low, high = tl.where(is_before & (low < high), middle + 1, low), tl.where(is_before, high, middle)
-            b = low
-            begin = tl.load(ends_ptr + b - 1, mask=b > 0, other=0) * TURNS
+            b, begin = request_at(tile, ends_ptr, batch, TURNS, LOG_B)
         length = _request_lens(seq_lens_ptr, batch_idx_ptr, b, True, num_slots, slot_tokens, INDEXED)
         first_key, count = _bounds(length, NUM_QUERIES, window, BLOCK_N, WINDOW)
         within = (tile - begin).to(tl.int32)  # a request has less than 2^31 tiles
@@ -242,20 +233,14 @@ def _decode_kernel(
             table += b.to(tl.int64) * stride_table
         begin_key = first_key + skipped * BLOCK_N
         end_key = tl.minimum(begin_key + here * BLOCK_N, length)
-        if TILES:  # bounded: what is behind the end is not fetched
-            k_tiles = tl.make_tensor_descriptor(k_head, [length, D], [stride_k_token, 1], [BLOCK_N, D_MAIN])
-            v_tiles = tl.make_tensor_descriptor(v_head, [length, DV], [stride_v_token, 1], [BLOCK_N, BLOCK_DV])
         m = tl.full([BLOCK_M], float("-inf"), tl.float32)
         l = tl.zeros([BLOCK_M], tl.float32)
         acc = tl.zeros([BLOCK_M, BLOCK_DV], tl.float32)
         for key0 in tl.range(begin_key, end_key, BLOCK_N, num_stages=STAGES):
             key = key0 + tl.arange(0, BLOCK_N)
             is_key = key < length
-            if TILES:
-                k = k_tiles.load([key0, 0]).to(q.dtype)
-            else:
-                k_row = k_head + row_offsets(key, is_key, stride_k_token, stride_k_slot, table, PAGE)
-                k = tl.load(k_row[:, None] + dim[None, :], mask=is_key[:, None], other=0.0).to(q.dtype)
+            k_row = k_head + row_offsets(key, is_key, stride_k_token, stride_k_slot, table, PAGE)
+            k = tl.load(k_row[:, None] + dim[None, :], mask=is_key[:, None], other=0.0).to(q.dtype)
             scores = tl.dot(q, tl.trans(k), input_precision=PRECISION)
             if D_REST > 0:
                 is_rest = is_key[:, None] & (dim_rest < D)[None, :]
@@ -269,8 +254,6 @@ def _decode_kernel(
             weights, m, l, acc = soften(found, m, l, acc)
             if V_IS_K:
                 v = k
-            elif TILES:
-                v = v_tiles.load([key0, 0]).to(q.dtype)
             else:
                 v_row = v_head + row_offsets(key, is_key, stride_v_token, stride_v_slot, table, PAGE)
                 is_value = is_key[:, None]
@@ -401,15 +384,14 @@ class DecodePlan:
         if num_programs is None:
             num_programs = multiprocessors * tuning.programs
         self._num_programs = num_programs
-        apart = tuning.merges_apart and has_dependent_launch(q.device) and self._batch <= _MOST_LENGTHS
+        apart = tuning.merges_apart and has_dependent_launch(q.device) and self._batch <= MOST_LENGTHS
         lanes = _lanes(items, num_programs)
         self._num_counters = self._batch * items
         self._num_parts = 2 * num_programs * block_m
         self._block_dv = block_dv
         merged = max(tuning.merged, 1) * 32 * tuning.num_warps  # elements at a time
         merged_rows = min(triton.next_power_of_2(min(block_m, num_queries * call.group)), max(1, merged // block_dv))
-        tiles = tuning.descriptors and not page_tokens and not rest and suits_descriptors(k, v)
-        is_small = self._batch <= _MOST_LENGTHS
+        is_small = self._batch <= MOST_LENGTHS
         numbers: dict[str, Any] = {
             **dict(zip(("stride_q_request", "stride_q_token", "stride_q_head"), q.stride(), strict=False)),
             **dict(zip(("stride_k_slot", "stride_k_token", "stride_k_head"), k.stride(), strict=False)),
@@ -449,13 +431,12 @@ class DecodePlan:
             "V_IS_K": is_latent,
             "LSE": has_lse,
             "PAGE": page_tokens,
-            "TILES": tiles,
             "STAGES": tuning.num_stages,
             "PRECISION": "ieee" if q.dtype == torch.float32 else "tf32",
             "APART": apart,
         }
-        options = {"num_warps": tuning.num_warps, "num_stages": tuning.num_stages}
-        self._decode = Launch(_decode_kernel, numbers, makes_descriptors=tiles, **options)
+        options: dict[str, Any] = {"num_warps": tuning.num_warps, "num_stages": tuning.num_stages}
+        self._decode = Launch(_decode_kernel, numbers, **options)
         self._merge = self._add_up = None
         if apart:
             columns = num_programs // lanes
@@ -467,7 +448,7 @@ class DecodePlan:
         if not is_small:
             shared = ("batch", "num_slots", "slot_tokens", "window", "BLOCK_N", "WINDOW", "INDEXED")
             sizes = {name: numbers[name] for name in shared}
-            self._add_up = Launch(_add_up_kernel, {**sizes, "num_queries": num_queries, "BLOCK": _MOST_LENGTHS})
+            self._add_up = Launch(_add_up_kernel, {**sizes, "num_queries": num_queries, "BLOCK": MOST_LENGTHS})
 
     def run(
         self, call: AttentionArguments, out: torch.Tensor, lse: torch.Tensor | None, table: torch.Tensor | None = None

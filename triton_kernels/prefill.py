@@ -20,13 +20,11 @@ import triton.language as tl
 
 from vtensor.triton_kernels.arguments import AttentionArguments
 from vtensor.triton_kernels.launch import Launch, device_of, split_width, suits_descriptors
+from vtensor.triton_kernels.lengths import MOST_LENGTHS, request_at
 from vtensor.triton_kernels.softmax import finish, logits, row_offsets, soften
 from vtensor.triton_kernels.tuning import PrefillTuning, prefill_tuning
 
 __all__ = ["PrefillPlan"]
-
-_MOST_LENGTHS = 1024
-"""Requests whose queries each program adds up itself; for more that is done before, in memory."""
 
 
 @triton.jit
@@ -136,13 +134,8 @@ def _prefill_kernel(
             b = tl.sum((ends <= which).to(tl.int32), 0)
             begin_block = tl.sum(tl.where(all_b < b, blocks, 0), 0)
         else:
-            low, high = tl.zeros([], tl.int32), batch + tl.zeros([], tl.int32)  # the first whose end is beyond it
-            for _ in range(LOG_B):
-                middle = (low + high) // 2
-                is_before = tl.load(ends_ptr + tl.minimum(middle, batch - 1)) <= which
-                low, high = tl.where(is_before & (low < high), middle + 1, low), tl.where(is_before, high, middle)
-            b = low
-            begin_block = tl.load(ends_ptr + b - 1, mask=b > 0, other=0).to(tl.int32)
+            b, before = request_at(which, ends_ptr, batch, 1, LOG_B)
+            begin_block = before.to(tl.int32)
         start = tl.load(cu_seqlens_ptr + b)
         count = tl.load(cu_seqlens_ptr + b + 1) - start
         length = tl.minimum(tl.maximum(tl.load(seq_lens_ptr + b), 0), slot_tokens)
@@ -269,7 +262,7 @@ class PrefillPlan:
         self._block_m = tuning.block_m
         main, rest = split_width(head_dim)
         tiles = tuning.descriptors and not page_tokens and not rest and suits_descriptors(k, v)
-        self._is_small = self._batch <= _MOST_LENGTHS
+        self._is_small = self._batch <= MOST_LENGTHS
         numbers: dict[str, Any] = {
             **dict(zip(("stride_q_token", "stride_q_head"), q.stride(), strict=False)),
             **dict(zip(("stride_k_slot", "stride_k_token", "stride_k_head"), k.stride(), strict=False)),

@@ -15,7 +15,6 @@ class DecodeTuning:
     num_warps: int
     num_stages: int
     programs: int  # of a multiprocessor
-    descriptors: bool = False  # whether tiles are fetched by the tensor memory accelerator
     merged: int = 32  # numbers of parts that a thread adds up at a time
     merges_apart: bool = False  # whether a second kernel merges the parts (where the GPU lets it wait on the device)
 

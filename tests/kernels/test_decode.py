@@ -257,7 +257,7 @@ def test_more_requests_than_one_program_adds_up(
     # Beyond 1,024 of them the lengths are added up beforehand; so many would take the interpreter minutes.
     count = 3000
     if device == "cpu":
-        monkeypatch.setattr("vtensor.triton_kernels.decode._MOST_LENGTHS", 4)
+        monkeypatch.setattr("vtensor.triton_kernels.decode.MOST_LENGTHS", 4)
         count = 11
     lens = tuple((7 * i) % 40 if i % 5 else 0 for i in range(count))
     slots = tuple(-1 if padded and i % 3 == 0 else i % 7 for i in range(count))
@@ -285,7 +285,7 @@ def cuts(device: str) -> list[DecodeTuning]:
     if device == "cpu":
         return [TILES]
     large = replace(TILES, block_n=64)
-    return [TILES, *(replace(x, merges_apart=True) for x in (TILES, large)), replace(large, descriptors=True)]
+    return [TILES, *(replace(x, merges_apart=True) for x in (TILES, large))]
 
 
 @by_device("num_programs", cpu=[1, 3, 8, 64], gpu=[1, 2, 3, 5, 7, 8, 13, 64, 133, 500])
