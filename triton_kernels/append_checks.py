@@ -9,12 +9,11 @@ import torch
 import triton
 
 from vtensor.triton_kernels.append_kernel import append_kernel
-from vtensor.triton_kernels.arguments import FP8, check_target, check_tensor
-from vtensor.triton_kernels.launch import Launch, is_interpreted
+from vtensor.triton_kernels.arguments import FP8, QUERY_DTYPES, check_target, check_tensor
+from vtensor.triton_kernels.launch import Launch, is_interpreted, signature
 
 __all__ = ["Appending", "Tensors", "launch_of"]
 
-_DTYPES = (torch.float16, torch.bfloat16, torch.float32)
 _MOST_WIDTH = 1024
 _MOST_LAYERS = 65_535  # of a grid's second axis
 _TILE = 2048  # elements of K that a program moves: 16 bytes at a time, two of them a thread
@@ -44,7 +43,7 @@ _launches: dict[Any, Appending] = {}
 def launch_of(tensors: Tensors, interleaved: bool) -> Appending:
     """Check the arguments, of each combination of dtypes, shapes and strides only once."""
     try:
-        key = (interleaved, *[x if x is None else (x.dtype, x.device, x.shape, x.stride()) for x in tensors])
+        key = interleaved, signature(*tensors)
         found = _launches.get(key)
     except (AttributeError, TypeError):  # not all of them are tensors
         return _prepare(tensors, interleaved)
@@ -67,7 +66,7 @@ def _prepare(tensors: Tensors, interleaved: bool) -> Appending:
         )
     is_ragged, device = cu_seqlens is not None, k.device
     rows: tuple[str, ...] = ("T",) if is_ragged else ("B",) if k.dim() - layers == 3 else ("B", "Sq")
-    check_tensor("k", k, device=device, dtype=_DTYPES, shape=(*("N",) * layers, *rows, "Hkv", "D"), dense=False)
+    check_tensor("k", k, device=device, dtype=QUERY_DTYPES, shape=(*("N",) * layers, *rows, "Hkv", "D"), dense=False)
     *leading, heads, width = k.shape
     shape = (*leading[:layers], "slots", "L", heads, width)
     check_tensor("k_cache", k_cache, device=device, dtype=(k.dtype, FP8), shape=shape, dense=False)

@@ -9,6 +9,7 @@ import torch
 __all__ = [
     "FP8",
     "MOST_HEAD_DIM",
+    "QUERY_DTYPES",
     "AttentionArguments",
     "check_attention",
     "check_for_kernels",
@@ -21,7 +22,7 @@ __all__ = [
 FP8 = torch.float8_e4m3fn
 MOST_HEAD_DIM = 576
 _LONGEST = 1 << 30  # a longer window hides nothing, and sums with it stay within 32 bits
-_QUERY_DTYPES = (torch.float16, torch.bfloat16, torch.float32)
+QUERY_DTYPES = (torch.float16, torch.bfloat16, torch.float32)
 
 
 @dataclass(frozen=True, eq=False)
@@ -127,7 +128,7 @@ def check_attention(
             raise ValueError(f"q has shape {list(q.shape)}: it must be [B, Hq, D] or [B, Sq, Hq, D]")
         shape = ("B", "Sq", "Hq", "D")
         q = q.unsqueeze(1) if q.dim() == 3 else q
-    check_tensor("q", q, device=device, dtype=_QUERY_DTYPES, shape=shape, dense=False)
+    check_tensor("q", q, device=device, dtype=QUERY_DTYPES, shape=shape, dense=False)
     head_dim = q.shape[-1]
     cache_dtypes = (q.dtype, FP8)
     if isinstance(k, torch.Tensor) and k.dtype not in cache_dtypes:
@@ -160,7 +161,7 @@ def check_attention(
         check_tensor("cu_seqlens", cu_seqlens, device=device, dtype=torch.int32, shape=(batch + 1,))
     for name, per_head in (("sinks", sinks), ("alibi_slopes", alibi_slopes)):
         if per_head is not None:
-            dtypes = (*_QUERY_DTYPES,) if name == "sinks" else torch.float32
+            dtypes = QUERY_DTYPES if name == "sinks" else torch.float32
             check_tensor(name, per_head, device=device, dtype=dtypes, shape=(num_heads,))
     for name, factor in (("k_scale", k_scale), ("v_scale", v_scale)):
         if factor is None:
@@ -204,7 +205,7 @@ def check_for_kernels(**tensors: object) -> None:
     for name, tensor in tensors.items():
         if not isinstance(tensor, torch.Tensor):
             continue
-        if hasattr(tensor, "plain"):
+        if type(tensor) is not torch.Tensor and hasattr(tensor, "plain"):
             raise ValueError(
                 f"{name} is a virtual tensor, and kernels read memory without looking whether it is there: give "
                 f"{name}.plain(), once the rows that they reach have memory (by step, or by commit)"

@@ -102,8 +102,6 @@ class Launch:
         Takes tensors, then changing numbers (which it must not be specialised for), then those in `numbers`.
     numbers
         By name, or in their order.
-    num_changing
-        How many changing ones there are.
     makes_descriptors
         Whether it makes tensor descriptors, which it keeps in memory that Triton asks for.
     options
@@ -115,7 +113,6 @@ class Launch:
         kernel: Any,
         numbers: dict[str, Any] | tuple[Any, ...],
         *,
-        num_changing: int = 0,
         makes_descriptors: bool = False,
         **options: Any,
     ) -> None:
@@ -124,11 +121,9 @@ class Launch:
             numbers = tuple(numbers[name] for name in kernel.arg_names[-len(numbers) :])
         self._numbers = numbers
         self._compiled: dict[tuple[bool, ...], Any] = {}  # by which tensors lie at multiples of 16 bytes
-        self._num_changing = num_changing
 
     def __call__(self, grid: int | tuple[int, int], tensors: _Tensors, *changing: int) -> None:
         """Launch so many programs on the current device."""
-        assert len(changing) == self._num_changing
         whole = (grid, 1, 1) if isinstance(grid, int) else (*grid, 1)
         if self._makes_descriptors:  # in a copy of the caller's context, whose allocator stays
             contextvars.copy_context().run(self._run_with_scratch, whole, tensors, changing)

@@ -34,7 +34,7 @@ def test_what_was_compiled_is_launched_with_addresses(monkeypatch: pytest.Monkey
     monkeypatch.setattr(launch, "is_interpreted", lambda: False)
     monkeypatch.setattr(torch._C, "_cuda_getCurrentRawStream", lambda index: 5, raising=False)
     kernel = Kernel()
-    run = Launch(kernel, {"second": 2, "first": 1}, num_changing=1, num_warps=4)
+    run = Launch(kernel, {"second": 2, "first": 1}, num_warps=4)
     wide = torch.zeros(64)
     even, odd = wide[4:], wide[1:]
     for tensor in (even, odd, even, odd):

@@ -292,7 +292,7 @@ def test_more_requests_than_one_program_adds_up(padded: bool, device: str, monke
     # Beyond 1,024 of them the blocks are added up beforehand; so many would take the interpreter minutes.
     count = 3000
     if device == "cpu":
-        monkeypatch.setattr("vtensor.triton_kernels.prefill.MOST_LENGTHS", 4)
+        monkeypatch.setattr("vtensor.triton_kernels.shapes.MOST_LENGTHS", 4)
         count = 11
     lens = tuple((7 * i) % 40 if i % 5 else 0 for i in range(count))
     counts = tuple(i % 4 for i in range(count))

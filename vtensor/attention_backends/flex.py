@@ -11,7 +11,7 @@ import torch
 from vtensor.attention_backends.backend import Result, why_no_module
 from vtensor.attention_backends.groups import GroupBackend
 from vtensor.attention_backends.support import Support
-from vtensor.triton_kernels.arguments import MOST_HEAD_DIM, AttentionArguments
+from vtensor.triton_kernels.arguments import MOST_HEAD_DIM, QUERY_DTYPES, AttentionArguments
 
 __all__ = ["FlexBackend"]
 
@@ -27,7 +27,7 @@ class FlexBackend(GroupBackend):
     name = "flex"
     package = "torch"
     support = Support(
-        (torch.float16, torch.bfloat16, torch.float32),
+        QUERY_DTYPES,
         frozenset({"batch_idx", "cu_seqlens", "causal=False", "window", "softcap", "alibi_slopes", "return_lse", "Dv"}),
         lengths="host",
         devices=("cuda", "cpu"),

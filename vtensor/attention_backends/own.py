@@ -11,11 +11,10 @@ import torch
 
 from vtensor.attention_backends.backend import Backend, Result, why_no_module
 from vtensor.attention_backends.support import Feature, Support
-from vtensor.triton_kernels.arguments import MOST_HEAD_DIM, AttentionArguments
+from vtensor.triton_kernels.arguments import MOST_HEAD_DIM, QUERY_DTYPES, AttentionArguments
 
 __all__ = ["ReferenceBackend", "TritonBackend"]
 
-_DTYPES = (torch.float16, torch.bfloat16, torch.float32)
 _ALL: frozenset[Feature] = frozenset(get_args(Feature))
 
 
@@ -24,7 +23,7 @@ class TritonBackend(Backend):
 
     name = "triton"
     package = "triton"
-    support = Support(_DTYPES, _ALL, devices=("cuda", "cpu"), most_head_dim=MOST_HEAD_DIM)
+    support = Support(QUERY_DTYPES, _ALL, devices=("cuda", "cpu"), most_head_dim=MOST_HEAD_DIM)
 
     def why_absent(self) -> str | None:
         """Say why it cannot be loaded, or None."""
@@ -94,7 +93,7 @@ class ReferenceBackend(Backend):
     of_torch = True
     package = "torch"
     support = Support(
-        _DTYPES,
+        QUERY_DTYPES,
         _ALL,
         lengths="host",
         devices=("cuda", "cpu"),

@@ -13,7 +13,7 @@ import torch
 from vtensor.attention_backends.backend import Result
 from vtensor.attention_backends.groups import Group, GroupBackend
 from vtensor.attention_backends.support import Support
-from vtensor.triton_kernels.arguments import AttentionArguments
+from vtensor.triton_kernels.arguments import QUERY_DTYPES, AttentionArguments
 
 __all__ = ["CudnnBackend", "SdpaFlashBackend"]
 
@@ -39,7 +39,7 @@ class SdpaFlashBackend(_SdpaBackend):
 
     name = "sdpa-flash"
     support = Support(
-        (torch.float16, torch.bfloat16, torch.float32),
+        QUERY_DTYPES,
         frozenset({"batch_idx", "cu_seqlens", "causal=False", "window", "return_lse"}),
         lengths="host",
         devices=("cuda", "cpu"),
