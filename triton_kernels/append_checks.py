@@ -10,7 +10,8 @@ import triton
 
 from vtensor.triton_kernels.append_kernel import append_kernel
 from vtensor.triton_kernels.arguments import FP8, QUERY_DTYPES, check_target, check_tensor
-from vtensor.triton_kernels.launch import Launch, is_interpreted, signature
+from vtensor.triton_kernels.launch import Launch, has_dependent_launch, is_interpreted
+from vtensor.triton_kernels.signatures import signature
 
 __all__ = ["Appending", "Tensors", "launch_of"]
 
@@ -114,7 +115,9 @@ def _prepare(tensors: Tensors, interleaved: bool) -> Appending:
         if target is not None:
             check_target(name, target)
     # no fused multiply and add: results are to the bit those of the reference
-    launch = Launch(append_kernel, (*numbers, is_interpreted()), num_warps=4, enable_fp_fusion=False)
+    dependent = has_dependent_launch(device)
+    numbers = (*numbers, is_interpreted(), dependent)
+    launch = Launch(append_kernel, numbers, num_warps=4, enable_fp_fusion=False, launch_pdl=dependent)
     return Appending((blocks, num_layers), launch, numbers[:3])
 
 

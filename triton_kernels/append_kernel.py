@@ -135,10 +135,13 @@ def append_kernel(
     K_SCALE_LAYER: tl.constexpr, K_SCALE_HEAD: tl.constexpr, V_SCALE_LAYER: tl.constexpr, V_SCALE_HEAD: tl.constexpr,
     HEADS: tl.constexpr, Q_HEADS: tl.constexpr, D: tl.constexpr, DV: tl.constexpr, HALF: tl.constexpr,
     BLOCK_D: tl.constexpr, BLOCK_DV: tl.constexpr, BLOCK_HALF: tl.constexpr, LINES: tl.constexpr,
-    INTERLEAVED: tl.constexpr, FP8: tl.constexpr, INTERPRETED: tl.constexpr,
+    INTERLEAVED: tl.constexpr, FP8: tl.constexpr, INTERPRETED: tl.constexpr, DEPENDENT: tl.constexpr,
 ):  # fmt: skip
     """Write rows of k and v into the cache, and rotate those of q."""
     block, layer = tl.program_id(0), tl.program_id(1).to(tl.int64)
+    if DEPENDENT:  # launched while what comes before ends
+        tl.extra.cuda.gdc_wait()
+        tl.extra.cuda.gdc_launch_dependents()
     kv_blocks = tl.cdiv(num_rows * HEADS, LINES)
     line = tl.arange(0, LINES)
     if block < kv_blocks:

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from typing import NamedTuple
 
 import torch
 
@@ -25,8 +25,7 @@ _LONGEST = 1 << 30  # a longer window hides nothing, and sums with it stay withi
 QUERY_DTYPES = (torch.float16, torch.bfloat16, torch.float32)
 
 
-@dataclass(frozen=True, eq=False)
-class AttentionArguments:
+class AttentionArguments(NamedTuple):
     """One attention over a cache, with all that was left out filled in.
 
     Query i of the n queries of request b stands at position p = seq_lens[b] - n + i, and sees the keys j <= p

@@ -14,10 +14,11 @@ from vtensor.triton_kernels.arguments import (
     check_tensor,
 )
 from vtensor.triton_kernels.decode import DecodePlan
-from vtensor.triton_kernels.library import attend_into, signature_of
+from vtensor.triton_kernels.library import attend_into
 from vtensor.triton_kernels.prefill import PrefillPlan
+from vtensor.triton_kernels.signatures import attention_key
 
-__all__ = ["decode_attention", "prefill_attention"]
+__all__ = ["attend_again", "decode_attention", "plan_of", "prefill_attention"]
 
 MOST_QUERIES = 128
 """Queries of a request up to which keys are split among programs; more of them fill a GPU by themselves."""
@@ -165,7 +166,7 @@ def prefill_attention(
 
 
 _checked: dict[Any, DecodePlan | PrefillPlan] = {}
-"""What calls of a kind that was checked are done by."""
+"""What calls of a kind that was checked are done by, on a GPU."""
 
 
 def _attend(
@@ -180,36 +181,26 @@ def _attend(
     return_lse: bool,
     out: torch.Tensor | None,
 ) -> _Result:
+    key = None
+    if not torch.compiler.is_compiling():
+        key = attention_key(q, k, v, seq_lens, batch_idx, cu_seqlens, causal, options, return_lse, out)
+        plan = _checked.get(key)
+        if plan is not None:
+            return attend_again(plan, q, k, v, seq_lens, batch_idx, cu_seqlens, causal, options, return_lse, out)
     scale, window, softcap, sinks, alibi_slopes, k_scale, v_scale = options
-    is_traced = torch.compiler.is_compiling()
     check_for_kernels(q=q, k=k, v=v, out=out)
-    plan = key = None
-    call = AttentionArguments(
-        q, k, v, seq_lens, batch_idx, cu_seqlens, causal, 0.0, 0, 0.0, sinks, alibi_slopes, k_scale, v_scale
-    )
-    if not is_traced:
-        try:
-            if out is None or out.shape == (*q.shape[:-1], v.shape[3]):
-                numbers = causal, scale, window, softcap, return_lse
-                key = signature_of(call, out), numbers, tuple(map(type, numbers))
-                plan = _checked.get(key)
-        except (AttributeError, TypeError, IndexError):
-            key = None  # not what it should be: the checks say what
-    if plan is None:
-        call = check_attention(
-            q, k, v, seq_lens, batch_idx, cu_seqlens, causal=causal, scale=scale, window=window, softcap=softcap,
-            sinks=sinks, alibi_slopes=alibi_slopes, k_scale=k_scale, v_scale=v_scale,
-        )  # fmt: skip
-        if out is not None:
-            shape = (*q.shape[:-1], v.shape[3])
-            check_tensor("out", out, device=q.device, dtype=q.dtype, shape=shape, dense=False)
-            check_target("out", out)
-    if out is None:
-        out = torch.empty((*q.shape[:-1], v.shape[3]), dtype=q.dtype, device=q.device)
+    call = check_attention(
+        q, k, v, seq_lens, batch_idx, cu_seqlens, causal=causal, scale=scale, window=window, softcap=softcap,
+        sinks=sinks, alibi_slopes=alibi_slopes, k_scale=k_scale, v_scale=v_scale,
+    )  # fmt: skip
+    if out is not None:
+        shape = (*q.shape[:-1], v.shape[3])
+        check_tensor("out", out, device=q.device, dtype=q.dtype, shape=shape, dense=False)
+        check_target("out", out)
+    else:
+        out = _output(q, v)
     lse = torch.empty(q.shape[:-1], dtype=torch.float32, device=q.device) if return_lse else None
-    if plan is not None:
-        plan.run(call, out, lse)
-    elif is_traced:
+    if torch.compiler.is_compiling():
         torch.ops.vtensor.attend(
             call.q, k, v, seq_lens, batch_idx, cu_seqlens, causal, call.scale, call.window, call.softcap,
             sinks, alibi_slopes, call.k_scale, call.v_scale, out, lse,
@@ -221,3 +212,36 @@ def _attend(
                 _checked.clear()
             _checked[key] = plan
     return out if lse is None else (out, lse)
+
+
+def attend_again(
+    plan: DecodePlan | PrefillPlan,
+    q: torch.Tensor,
+    k: torch.Tensor,
+    v: torch.Tensor,
+    seq_lens: torch.Tensor,
+    batch_idx: torch.Tensor | None,
+    cu_seqlens: torch.Tensor | None,
+    causal: bool,
+    options: tuple[Any, ...],
+    return_lse: bool,
+    out: torch.Tensor | None = None,
+) -> _Result:
+    """Attend by what a call with the same key was done by."""
+    if out is None:
+        out = _output(q, v)
+    lse = torch.empty(q.shape[:-1], dtype=torch.float32, device=q.device) if return_lse else None
+    call = AttentionArguments(q, k, v, seq_lens, batch_idx, cu_seqlens, causal, 0.0, 0, 0.0, *options[3:])
+    plan.run(call, out, lse)
+    return out if lse is None else (out, lse)
+
+
+def plan_of(key: Any) -> DecodePlan | PrefillPlan | None:
+    """What calls with a key are done by, once there was one on a GPU."""
+    return _checked.get(key)
+
+
+def _output(q: torch.Tensor, v: torch.Tensor) -> torch.Tensor:
+    if q.shape[-1] == v.shape[3] and q.is_contiguous():
+        return torch.empty_like(q, memory_format=torch.contiguous_format)  # half as long for the caller
+    return torch.empty((*q.shape[:-1], v.shape[3]), dtype=q.dtype, device=q.device)

@@ -18,7 +18,7 @@ from vtensor.triton_kernels.launch import (
 from vtensor.triton_kernels.lengths import MOST_LENGTHS
 from vtensor.triton_kernels.shapes import shared_numbers
 from vtensor.triton_kernels.tuning import DecodeTuning, decode_tuning
-from vtensor.triton_kernels.workspace import counters
+from vtensor.triton_kernels.workspace import counters, scratch
 
 __all__ = ["DecodePlan"]
 
@@ -72,7 +72,8 @@ class DecodePlan:
         if num_programs is None:
             num_programs = multiprocessors * tuning.programs
         self._num_programs = num_programs
-        apart = tuning.merges_apart and has_dependent_launch(q.device) and shared["LOG_B"] == 0
+        dependent = has_dependent_launch(q.device)
+        apart = tuning.merges_apart and dependent and shared["LOG_B"] == 0
         lanes = _lanes(items, num_programs)
         self._num_counters = self._batch * items
         self._num_parts = 2 * num_programs * block_m
@@ -81,6 +82,7 @@ class DecodePlan:
         merged_rows = min(triton.next_power_of_2(min(block_m, num_queries * call.group)), max(1, merged // block_dv))
         numbers: dict[str, Any] = {
             **shared,
+            "num_part_elements": self._num_parts * block_dv,
             **dict(zip(("stride_q_request", "stride_q_token", "stride_q_head"), q.stride(), strict=False)),
             **dict(zip(("stride_out_request", "stride_out_token", "stride_out_head"), out_strides, strict=False)),
             "NUM_QUERIES": num_queries,
@@ -93,14 +95,16 @@ class DecodePlan:
             "V_IS_K": is_latent,
             "STAGES": tuning.num_stages,
             "APART": apart,
+            "DEPENDENT": dependent,
         }
         options: dict[str, Any] = {"num_warps": tuning.num_warps, "num_stages": tuning.num_stages}
+        options["launch_pdl"] = dependent
         self._decode = Launch(decode_kernel, numbers, **options)
         self._merge = self._add_up = None
         if apart:
             columns = num_programs // lanes
             parts = min(triton.next_power_of_2(columns), max(1, 8192 // block_dv))
-            sizes = {name: numbers[name] for name in merge_kernel.arg_names[7:] if name in numbers}
+            sizes = {name: numbers[name] for name in merge_kernel.arg_names[6:] if name in numbers}
             sizes |= {"num_columns": columns, "PARTS": parts}
             self._merge = Launch(merge_kernel, sizes, num_warps=4, launch_pdl=True)
             self._num_merges = self._batch * items * block_m
@@ -116,17 +120,16 @@ class DecodePlan:
         device, ends = out.device, None
         if not out.numel():
             return
-        parts = torch.empty(self._num_parts * (self._block_dv + 2), dtype=torch.float32, device=device)
-        sums = parts[self._num_parts * self._block_dv :]
         with device_of(out):
+            parts = scratch(device, self._num_parts * (self._block_dv + 2))
             if self._add_up is not None:
                 ends = torch.empty(self._batch, dtype=torch.int64, device=device)
                 self._add_up(1, (ends, call.seq_lens, call.batch_idx))
             zeros = None if self._merge is not None else counters(device, self._num_counters)
             tensors = (
-                call.q, call.k, call.v, out, lse, parts, sums, zeros,
+                call.q, call.k, call.v, out, lse, parts, zeros,
                 call.seq_lens, call.batch_idx, ends, call.sinks, call.alibi_slopes, call.k_scale, call.v_scale, table,
             )  # fmt: skip
             self._decode(self._num_programs, tensors)
             if self._merge is not None:
-                self._merge(self._num_merges, (out, lse, call.sinks, parts, sums, call.seq_lens, call.batch_idx))
+                self._merge(self._num_merges, (out, lse, call.sinks, parts, call.seq_lens, call.batch_idx))

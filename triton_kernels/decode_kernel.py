@@ -125,11 +125,11 @@ def _merge(
 
 @triton.jit
 def decode_kernel(
-    q_ptr, k_ptr, v_ptr, out_ptr, lse_ptr, part_ptr, part_sums_ptr, counters_ptr,
+    q_ptr, k_ptr, v_ptr, out_ptr, lse_ptr, part_ptr, counters_ptr,
     seq_lens_ptr, batch_idx_ptr, ends_ptr, sinks_ptr, slopes_ptr, k_scale_ptr, v_scale_ptr, table_ptr,
     stride_q_request, stride_q_token, stride_q_head,
     stride_k_slot, stride_k_token, stride_k_head, stride_v_slot, stride_v_token, stride_v_head,
-    stride_out_request, stride_out_token, stride_out_head, stride_table,
+    stride_out_request, stride_out_token, stride_out_head, stride_table, num_part_elements,
     batch, num_slots, slot_tokens, scale, window, softcap, k_scale_step, v_scale_step,
     NUM_QUERIES: tl.constexpr, NUM_KV_HEADS: tl.constexpr, GROUP: tl.constexpr,
     D: tl.constexpr, D_MAIN: tl.constexpr, D_REST: tl.constexpr, DV: tl.constexpr, BLOCK_DV: tl.constexpr,
@@ -137,10 +137,11 @@ def decode_kernel(
     MERGED_ROWS: tl.constexpr, MERGED_PARTS: tl.constexpr,
     INDEXED: tl.constexpr, WINDOW: tl.constexpr, SOFTCAP: tl.constexpr, ALIBI: tl.constexpr, SINKS: tl.constexpr,
     K_SCALE: tl.constexpr, V_SCALE: tl.constexpr, V_IS_K: tl.constexpr, LSE: tl.constexpr,
-    PAGE: tl.constexpr, STAGES: tl.constexpr, PRECISION: tl.constexpr, APART: tl.constexpr,
+    PAGE: tl.constexpr, STAGES: tl.constexpr, PRECISION: tl.constexpr, APART: tl.constexpr, DEPENDENT: tl.constexpr,
 ):  # fmt: skip
     """Attend, with this program's part of all tiles."""
     program = tl.program_id(0)
+    part_sums_ptr = part_ptr + num_part_elements
     column, lane = program // LANES, program % LANES
     ROWS: tl.constexpr = NUM_QUERIES * GROUP
     NUM_M: tl.constexpr = (ROWS + BLOCK_M - 1) // BLOCK_M
@@ -149,21 +150,9 @@ def decode_kernel(
     row = tl.arange(0, BLOCK_M)
     dim, dim_v = tl.arange(0, D_MAIN), tl.arange(0, BLOCK_DV)
     dim_rest = D_MAIN + tl.arange(0, 16 if D_REST == 0 else D_REST)
-    if APART:
-        tl.extra.cuda.gdc_launch_dependents()  # it may come in now, and wait
-    # -- what nobody has a tile of --
-    for number in range(program, batch, tl.num_programs(0)):
-        empty = program * 0 + number  # a number to the interpreter otherwise
-        if _request_lens(seq_lens_ptr, batch_idx_ptr, empty, True, num_slots, slot_tokens, INDEXED) == 0:
-            nothing = tl.full([BLOCK_M], float("-inf"), tl.float32)
-            zeros = tl.zeros([BLOCK_M, BLOCK_DV], tl.float32)
-            for item in range(ITEMS):
-                r = item % NUM_M * BLOCK_M + row
-                _write(
-                    out_ptr, lse_ptr, sinks_ptr, zeros, nothing, nothing, empty, r, item // NUM_M, r < ROWS,
-                    stride_out_request, stride_out_token, stride_out_head,
-                    NUM_QUERIES, NUM_KV_HEADS, GROUP, DV, BLOCK_DV, SINKS, LSE,
-                )  # fmt: skip
+    if DEPENDENT:  # launched while what comes before ends; even the lengths may be of its making
+        tl.extra.cuda.gdc_wait()
+        tl.extra.cuda.gdc_launch_dependents()
     # -- the tiles of this program --
     all_b = tl.arange(0, BLOCK_B)
     if LOG_B == 0:
@@ -285,12 +274,25 @@ def decode_kernel(
                             SINKS, LSE,
                         )  # fmt: skip
         tile += here
+    # -- what nobody has a tile of --
+    for number in range(program, batch, tl.num_programs(0)):
+        empty = program * 0 + number  # a number to the interpreter otherwise
+        if _request_lens(seq_lens_ptr, batch_idx_ptr, empty, True, num_slots, slot_tokens, INDEXED) == 0:
+            nothing = tl.full([BLOCK_M], float("-inf"), tl.float32)
+            zeros = tl.zeros([BLOCK_M, BLOCK_DV], tl.float32)
+            for item in range(ITEMS):
+                r = item % NUM_M * BLOCK_M + row
+                _write(
+                    out_ptr, lse_ptr, sinks_ptr, zeros, nothing, nothing, empty, r, item // NUM_M, r < ROWS,
+                    stride_out_request, stride_out_token, stride_out_head,
+                    NUM_QUERIES, NUM_KV_HEADS, GROUP, DV, BLOCK_DV, SINKS, LSE,
+                )  # fmt: skip
 
 
 @triton.jit
 def merge_kernel(
-    out_ptr, lse_ptr, sinks_ptr, part_ptr, part_sums_ptr, seq_lens_ptr, batch_idx_ptr,
-    stride_out_request, stride_out_token, stride_out_head,
+    out_ptr, lse_ptr, sinks_ptr, part_ptr, seq_lens_ptr, batch_idx_ptr,
+    stride_out_request, stride_out_token, stride_out_head, num_part_elements,
     batch, num_slots, slot_tokens, window, num_columns,
     NUM_QUERIES: tl.constexpr, NUM_KV_HEADS: tl.constexpr, GROUP: tl.constexpr,
     DV: tl.constexpr, BLOCK_DV: tl.constexpr, BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr, BLOCK_B: tl.constexpr,
@@ -300,6 +302,8 @@ def merge_kernel(
     """Put together one row of an item that several programs had."""
     NUM_M: tl.constexpr = (NUM_QUERIES * GROUP + BLOCK_M - 1) // BLOCK_M
     ITEMS: tl.constexpr = NUM_KV_HEADS * NUM_M
+    part_sums_ptr = part_ptr + num_part_elements
+    tl.extra.cuda.gdc_launch_dependents()
     which, row = tl.program_id(0) // BLOCK_M, tl.program_id(0) % BLOCK_M
     b, item = which // ITEMS, which % ITEMS
     all_b = tl.arange(0, BLOCK_B)

@@ -5,10 +5,13 @@ from __future__ import annotations
 import contextlib
 import contextvars
 import functools
+import operator
 from typing import Any
 
 import torch
 import triton
+
+from vtensor.triton_kernels.prepared import Prepared, prepare
 
 __all__ = [
     "Launch",
@@ -16,7 +19,6 @@ __all__ = [
     "has_dependent_launch",
     "is_interpreted",
     "num_multiprocessors",
-    "signature",
     "split_width",
     "suits_descriptors",
 ]
@@ -80,21 +82,15 @@ def suits_descriptors(*caches: torch.Tensor) -> bool:
     )
 
 
-def signature(*tensors: torch.Tensor | None) -> tuple[Any, ...]:
-    """What checks and launches depend on: all of tensors but where their memory is and what is in it."""
-    return tuple(
-        None if one is None else (type(one), one.shape, one.stride(), one.dtype, one.device) for one in tensors
-    )
-
-
 _Tensors = tuple[Any, ...]  # tensors, or None; the first is one
 
 
 class Launch:
     """A kernel with all of its arguments but tensors, and numbers that change from call to call.
 
-    Triton looks at each of some 60 arguments before each launch, which takes longer than many a kernel. What it
-    compiled is kept, and launched directly.
+    What Triton compiled is kept, by which tensors lie at multiples of 16 bytes. It is launched with addresses rather
+    than tensors: of those Triton asks the driver, which knows none where no memory is mapped yet, as at the beginning
+    of a virtual tensor of which another part is used.
 
     Parameters
     ----------
@@ -102,52 +98,54 @@ class Launch:
         Takes tensors, then changing numbers (which it must not be specialised for), then those in `numbers`.
     numbers
         By name, or in their order.
-    makes_descriptors
-        Whether it makes tensor descriptors, which it keeps in memory that Triton asks for.
     options
         For Triton.
     """
 
-    def __init__(
-        self,
-        kernel: Any,
-        numbers: dict[str, Any] | tuple[Any, ...],
-        *,
-        makes_descriptors: bool = False,
-        **options: Any,
-    ) -> None:
-        self._kernel, self._options, self._makes_descriptors = kernel, options, makes_descriptors
+    def __init__(self, kernel: Any, numbers: dict[str, Any] | tuple[Any, ...], **options: Any) -> None:
+        self._kernel, self._options = kernel, options
         if isinstance(numbers, dict):
             numbers = tuple(numbers[name] for name in kernel.arg_names[-len(numbers) :])
         self._numbers = numbers
-        self._compiled: dict[tuple[bool, ...], Any] = {}  # by which tensors lie at multiples of 16 bytes
+        self._aligned: Prepared | None = None  # for tensors that all lie at multiples of 16 bytes: nearly always
+        self._others: dict[tuple[bool, ...], Any] = {}
 
     def __call__(self, grid: int | tuple[int, int], tensors: _Tensors, *changing: int) -> None:
-        """Launch so many programs on the current device."""
-        whole = (grid, 1, 1) if isinstance(grid, int) else (*grid, 1)
-        if self._makes_descriptors:  # in a copy of the caller's context, whose allocator stays
-            contextvars.copy_context().run(self._run_with_scratch, whole, tensors, changing)
-        else:
-            self._run(whole, tensors, changing)
-
-    def _run_with_scratch(self, *arguments: Any) -> None:
-        triton.set_allocator(_scratch)
-        self._run(*arguments)
-
-    def _run(self, grid: tuple[int, int, int], tensors: _Tensors, changing: tuple[int, ...]) -> None:
+        """Launch so many programs on the current device. The same tensors must be None in all calls."""
+        shape = (grid, 1) if isinstance(grid, int) else grid
+        prepared = self._aligned
+        if prepared is not None:
+            addresses = [tensors[i].data_ptr() for i in prepared.pointers]
+            if not functools.reduce(operator.or_, addresses) & 15:
+                prepared(shape, tensors[0].device, addresses, changing)
+                return
         if is_interpreted():
-            self._kernel[grid](*tensors, *changing, *self._numbers, **self._options)
-            return
+            self._kernel[*shape, 1](*tensors, *changing, *self._numbers, **self._options)
+        else:
+            self._run(shape, tensors, changing)
+
+    def _run(self, grid: tuple[int, int], tensors: _Tensors, changing: tuple[int, ...]) -> None:
         addresses = [None if tensor is None else tensor.data_ptr() for tensor in tensors]
         aligned = tuple([address is None or address % 16 == 0 for address in addresses])
-        compiled = self._compiled.get(aligned)
-        if compiled is None:
-            compiled = self._kernel.warmup(*tensors, *changing, *self._numbers, grid=grid, **self._options)
-            self._compiled[aligned] = compiled
-        # Addresses rather than tensors: of those Triton asks the driver, which knows none where no memory is mapped
-        # yet, as at the beginning of a virtual tensor of which another part is used.
-        stream = torch._C._cuda_getCurrentRawStream(tensors[0].device.index)
-        compiled[grid](*addresses, *changing, *self._numbers, stream=stream)
+        found = self._others.get(aligned)
+        if found is None:
+            found = self._kernel.warmup(*tensors, *changing, *self._numbers, grid=(*grid, 1), **self._options)
+            arguments = (*addresses, *changing, *self._numbers)
+            found = prepare(found, len(tensors), len(changing), arguments) or found
+            self._others[aligned] = found
+            if isinstance(found, Prepared) and all(aligned):
+                self._aligned = found
+        if isinstance(found, Prepared):
+            found(grid, tensors[0].device, [addresses[i] or 0 for i in found.pointers], changing)
+        elif grid[0] and grid[1]:  # in a copy of the caller's context, whose allocator stays
+            stream = torch._C._cuda_getCurrentRawStream(tensors[0].device.index)
+            arguments = (*addresses, *changing, *self._numbers)
+            contextvars.copy_context().run(_launch_with_scratch, found[*grid, 1], arguments, stream)
+
+
+def _launch_with_scratch(run: Any, arguments: tuple[Any, ...], stream: int) -> None:
+    triton.set_allocator(_scratch)
+    run(*arguments, stream=stream)
 
 
 def _scratch(size: int, alignment: int, stream: int | None) -> torch.Tensor:

@@ -9,9 +9,10 @@ import torch
 from vtensor.triton_kernels.append import append_kv
 from vtensor.triton_kernels.arguments import AttentionArguments, check_indices
 from vtensor.triton_kernels.decode import DecodePlan
-from vtensor.triton_kernels.launch import is_interpreted, signature
+from vtensor.triton_kernels.launch import is_interpreted
 from vtensor.triton_kernels.prefill import PrefillPlan
 from vtensor.triton_kernels.reference import attend
+from vtensor.triton_kernels.signatures import signature
 
 __all__ = ["attend_into", "signature_of"]
 

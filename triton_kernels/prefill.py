@@ -7,7 +7,7 @@ from typing import Any
 import torch
 
 from vtensor.triton_kernels.arguments import AttentionArguments
-from vtensor.triton_kernels.launch import Launch, device_of, suits_descriptors
+from vtensor.triton_kernels.launch import Launch, device_of, has_dependent_launch, suits_descriptors
 from vtensor.triton_kernels.prefill_kernel import prefill_kernel
 from vtensor.triton_kernels.shapes import shared_numbers
 from vtensor.triton_kernels.tuning import PrefillTuning, prefill_tuning
@@ -59,9 +59,14 @@ class PrefillPlan:
             "CAUSAL": call.causal,
             "TILES": tiles,
             "STAGES": tuning.num_stages,
+            "DEPENDENT": has_dependent_launch(q.device),
         }
-        options = {"num_warps": tuning.num_warps, "num_stages": tuning.num_stages}
-        self._prefill = Launch(prefill_kernel, numbers, makes_descriptors=tiles, **options)
+        options = {
+            "num_warps": tuning.num_warps,
+            "num_stages": tuning.num_stages,
+            "launch_pdl": numbers["DEPENDENT"],
+        }
+        self._prefill = Launch(prefill_kernel, numbers, **options)
 
     def run(
         self, call: AttentionArguments, out: torch.Tensor, lse: torch.Tensor | None, table: torch.Tensor | None = None

@@ -103,11 +103,14 @@ def prefill_kernel(
     BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr, BLOCK_B: tl.constexpr, LOG_B: tl.constexpr,
     CAUSAL: tl.constexpr, INDEXED: tl.constexpr, WINDOW: tl.constexpr, SOFTCAP: tl.constexpr, ALIBI: tl.constexpr,
     SINKS: tl.constexpr, K_SCALE: tl.constexpr, V_SCALE: tl.constexpr, LSE: tl.constexpr,
-    PAGE: tl.constexpr, TILES: tl.constexpr, STAGES: tl.constexpr, PRECISION: tl.constexpr,
+    PAGE: tl.constexpr, TILES: tl.constexpr, STAGES: tl.constexpr, PRECISION: tl.constexpr, DEPENDENT: tl.constexpr,
 ):  # fmt: skip
     """Attend, with a block of queries of one head."""
     program = tl.program_id(0)
     head = program % NUM_HEADS
+    if DEPENDENT:  # launched while what comes before ends
+        tl.extra.cuda.gdc_wait()
+        tl.extra.cuda.gdc_launch_dependents()
     # -- the block of queries: those of a request follow each other, and the last ones of all come first --
     if LOG_B == 0:
         all_b = tl.arange(0, BLOCK_B)

@@ -1,4 +1,8 @@
-"""Workspace: counters that are zero whenever no kernel uses them, without a memset before each launch.
+"""Workspace: memory that kernels use while they run, kept from launch to launch.
+
+It is of torch's own pool, whatever pool a caller allocates in, which may give its memory back or sleep.
+
+Counters are zero whenever no kernel uses them, without a memset before each launch.
 
 A kernel that counts leaves its counters at zero. So they are zeroed once, and shared by all launches that follow one
 another: those of a stream, and those of one stream within one CUDA graph, which must share them with nobody else, as
@@ -8,10 +12,12 @@ it may be replayed beside anything.
 from __future__ import annotations
 
 import threading
+from collections.abc import Callable
+from concurrent.futures import ThreadPoolExecutor
 
 import torch
 
-__all__ = ["counters"]
+__all__ = ["counters", "scratch"]
 
 _RESERVE = 1 << 18
 """Counters (int32) that are kept ready for graphs: in a capture, nothing could zero them once and for all."""
@@ -22,13 +28,14 @@ _lock = threading.Lock()
 _of_streams: dict[tuple[int, int], torch.Tensor] = {}
 _of_captures: dict[int, tuple[int, dict[int, torch.Tensor]]] = {}  # by device: the newest capture, and its streams
 _reserves: dict[int, torch.Tensor] = {}  # by device: what is left of the newest
-_kept: list[torch.Tensor] = []  # all reserves there ever were: graphs use them for as long as they live
+_scratches: dict[tuple[int, int], torch.Tensor] = {}
+_kept: list[torch.Tensor] = []  # all that there ever were: graphs use reserves for as long as they live
 
 
 def counters(device: torch.device, number: int) -> torch.Tensor:
     """So many int32 counters or more, all 0, for a launch in the current stream that leaves them at 0.
 
-    The first call in a stream, and one that needs more than any before, waits for that stream. During a capture for
+    The first call in a stream, and one that needs more than any before, waits until they are. During a capture for
     which no counters are in reserve (they are made by calls outside of one), the graph zeroes some of its own each
     time.
     """
@@ -42,18 +49,48 @@ def counters(device: torch.device, number: int) -> torch.Tensor:
     if found is None or found.numel() < number:
         with _lock:
             number = max(1 << 12, 1 << (number - 1).bit_length())
-            found = torch.zeros(number, dtype=torch.int32, device=device)
+            found = _aside(lambda: torch.zeros(number, dtype=torch.int32, device=device))
             _of_streams[device.index, stream] = found
             _refill(device)
-            torch.cuda.current_stream(device).synchronize()  # once: graphs will run in other streams
     return found
+
+
+def scratch(device: torch.device, number: int) -> torch.Tensor:
+    """So many float32 or more, of any values, until the next call in the current stream: for launches there, in order.
+
+    During a capture they are the graph's own.
+    """
+    if device.type == "cpu" or torch.cuda.is_current_stream_capturing():
+        return torch.empty(number, dtype=torch.float32, device=device)
+    stream = int(torch._C._cuda_getCurrentRawStream(device.index))
+    found = _scratches.get((device.index, stream))
+    if found is None or found.numel() < number:
+        with _lock:
+            size = max(1 << 18, 1 << (number - 1).bit_length())
+            found = _aside(lambda: torch.empty(size, dtype=torch.float32, device=device))
+            _scratches[device.index, stream] = found
+            _kept.append(found)  # smaller ones too: kernels may use them still
+    return found
+
+
+def _aside(make: Callable[[], torch.Tensor]) -> torch.Tensor:
+    """Make a tensor in a thread of its own, where no pool of the caller's is in force, and wait for it."""
+
+    def run() -> torch.Tensor:
+        made = make()
+        if made.is_cuda:
+            torch.cuda.current_stream(made.device).synchronize()
+        return made
+
+    with ThreadPoolExecutor(1) as pool:
+        return pool.submit(run).result()
 
 
 def _refill(device: torch.device) -> None:
     """Have a reserve for graphs that come, of which enough is left."""
     left = _reserves.get(device.index)
     if left is None or left.numel() < _RESERVE // 4:
-        _reserves[device.index] = torch.zeros(_RESERVE, dtype=torch.int32, device=device)
+        _reserves[device.index] = _aside(lambda: torch.zeros(_RESERVE, dtype=torch.int32, device=device))
         _kept.append(_reserves[device.index])
 
 

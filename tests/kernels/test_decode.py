@@ -198,7 +198,7 @@ def test_logits_of_1e4(softcap: float | None, dtype: torch.dtype, device: str) -
     inputs.options.update(scale=1e4 / 8.0, **({} if softcap is None else {"softcap": softcap}))
     out, lse = run(decode_attention, inputs)
     assert torch.isfinite(out).all()
-    right, right_lse = attend(replace(inputs.call(), q=inputs.call().q.double()), torch.float64)
+    right, right_lse = attend(inputs.call()._replace(q=inputs.call().q.double()), torch.float64)
     torch.testing.assert_close(lse.flatten(), right_lse.flatten(), atol=1e-4, rtol=1e-5)
     if dtype == FP32 and softcap is not None:
         torch.testing.assert_close(out.double().flatten(), right.flatten(), atol=1e-3, rtol=1e-3)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import threading
 from collections.abc import Callable
 from typing import Any
 
@@ -9,7 +10,8 @@ import pytest
 import torch
 
 import vtensor as vt
-from vtensor.triton_kernels import decode_attention, launch, workspace
+from vtensor.triton_kernels import append_kv, decode_attention, launch, prefill_attention, workspace
+from vtensor.triton_kernels import attention as calls
 from vtensor.triton_kernels.arguments import check_attention
 from vtensor.triton_kernels.launch import Launch, split_width
 from vtensor.triton_kernels.reference import attend
@@ -100,3 +102,131 @@ def test_a_cache_without_memory_where_it_begins(batch: int) -> None:
     call = check_attention(q, k, v, lens, slots)
     torch.testing.assert_close(decode_attention(q, k, v, lens, slots), attend(call)[0][:, 0], atol=2e-3, rtol=2e-2)
     cache[0].commit()
+
+
+def inputs_of(batch: int, length: int) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor, torch.Tensor]:
+    k, v = torch.randn(2, batch, length, 2, 64, device="cuda:0", dtype=torch.float16)
+    return (
+        torch.randn(batch, 8, 64, device="cuda:0", dtype=torch.float16),
+        k,
+        v,
+        torch.full((batch,), length, dtype=torch.int32, device="cuda:0"),
+    )
+
+
+def right(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, lens: torch.Tensor) -> torch.Tensor:
+    return attend(check_attention(q, k, v, lens))[0][:, 0]
+
+
+CLOSE = {"atol": 2e-3, "rtol": 2e-2}
+
+
+@pytest.mark.gpu
+def test_kernels_are_launched_without_triton(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(calls, "_checked", {})
+    q, k, v, lens = inputs_of(3, 200)
+    rows = torch.arange(4, dtype=torch.int32, device="cuda:0")
+    for _ in range(2):
+        found = decode_attention(q, k, v, lens), prefill_attention(q, k, v, rows, lens)
+    decode, prefill = calls._checked.values()
+    launches = decode._decode, decode._merge, prefill._prefill  # type: ignore[union-attr]
+    assert all(one is None or one._aligned is not None for one in launches)
+    for out in found:
+        torch.testing.assert_close(out, right(q, k, v, lens), **CLOSE)
+    monkeypatch.setattr(launch, "prepare", lambda *args: None)  # by Triton, where more is asked for than we know
+    monkeypatch.setattr(calls, "_checked", {})
+    monkeypatch.setattr("vtensor.triton_kernels.library._plans", {})
+    for out in (decode_attention(q, k, v, lens), prefill_attention(q, k, v, rows, lens)):
+        torch.testing.assert_close(out, right(q, k, v, lens), **CLOSE)
+    assert all(one._aligned is None for one in (p._decode for p in calls._checked.values() if hasattr(p, "_decode")))
+
+
+@pytest.mark.gpu
+def test_a_thread_that_has_not_used_the_gpu() -> None:
+    q, k, v, lens = inputs_of(2, 100)
+    expected, found = decode_attention(q, k, v, lens), []
+    threads = [threading.Thread(target=lambda: found.append(decode_attention(q, k, v, lens))) for _ in range(4)]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join()
+    assert len(found) == 4
+    assert all(torch.equal(one, expected) for one in found)
+
+
+@pytest.mark.gpu
+def test_threads_share_a_plan() -> None:
+    pairs = [inputs_of(2, 300) for _ in range(6)]
+    expected = [decode_attention(*one) for one in pairs]
+    wrong: list[int] = []
+
+    def work(index: int) -> None:
+        with torch.cuda.stream(torch.cuda.Stream()):
+            for _ in range(100):
+                out = decode_attention(*pairs[index])
+            torch.cuda.current_stream().synchronize()
+        if not torch.equal(out, expected[index]):
+            wrong.append(index)
+
+    torch.cuda.synchronize()
+    threads = [threading.Thread(target=work, args=(index,)) for index in range(len(pairs))]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join()
+    assert not wrong
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("before", ["nothing", "kernel", "memset", "copy", "join"])
+@pytest.mark.parametrize("batch", [1, 40])
+def test_a_graph_waits_for_what_comes_before(before: str, batch: int) -> None:
+    # our kernels are launched before what they follow has ended
+    q, k, v, lens = inputs_of(batch, 3000)
+    new = torch.randn(2, batch, 2, 64, device="cuda:0", dtype=torch.float16)
+    source, side = k.clone(), torch.cuda.Stream()
+    graph = torch.cuda.CUDAGraph()
+    append_kv(*new, k, v, lens)
+    decode_attention(q, k, v, lens)
+    with torch.cuda.graph(graph):
+        if before == "kernel":
+            k.mul_(2.0)
+        elif before == "memset":
+            k.zero_()
+        elif before == "copy":
+            k.copy_(source)
+        elif before == "join":
+            side.wait_stream(torch.cuda.current_stream())
+            with torch.cuda.stream(side):
+                k.mul_(0.5)
+            v.add_(1.0)
+            torch.cuda.current_stream().wait_stream(side)
+        append_kv(*new, k, v, lens)
+        first = decode_attention(q, k, v, lens)
+        k.mul_(0.5)
+        second = decode_attention(q, k, v, lens)
+        lens.sub_(7)
+        third = decode_attention(q, k, v, lens)
+    for _ in range(3):
+        graph.replay()
+        whole = lens + 7
+        torch.testing.assert_close(third, right(q, k, v, lens), **CLOSE)
+        torch.testing.assert_close(second, right(q, k, v, whole), **CLOSE)
+        torch.testing.assert_close(first, right(q, k * 2, v, whole), **CLOSE)
+        lens.add_(7)
+
+
+@pytest.mark.gpu
+def test_a_callers_pool_gets_nothing_that_stays() -> None:
+    q, k, v, lens = inputs_of(200, 64)
+    stream, pool = torch.cuda.Stream(), torch.cuda.MemPool()
+    torch.cuda.synchronize()
+    with torch.cuda.stream(stream), torch.cuda.use_mem_pool(pool):
+        out = decode_attention(q, k, v, lens)
+    stream.synchronize()
+    torch.testing.assert_close(out, right(q, k, v, lens), **CLOSE)
+    key = (0, stream.cuda_stream)
+    kept = [workspace._of_streams[key], workspace._scratches[key]]
+    segments = [(one["address"], one["address"] + one["total_size"]) for one in pool.snapshot()]
+    assert segments  # the output
+    assert not any(begin <= one.data_ptr() < end for one in kept for begin, end in segments)

@@ -61,7 +61,7 @@ def by_loops(call: AttentionArguments) -> tuple[torch.Tensor, torch.Tensor]:
 def precise(inputs: Inputs) -> AttentionArguments:
     """The same with double queries, so that no output is rounded."""
     call = inputs.call()
-    return replace(call, q=call.q.double())
+    return call._replace(q=call.q.double())
 
 
 @pytest.mark.parametrize("case", CASES, ids=str)
@@ -161,6 +161,6 @@ def test_scales_are_of_the_stored_numbers() -> None:
     real = replace(inputs, k=inputs.k.half(), v=inputs.v.half(), options={})
     real = replace(real, q=real.q.float(), k=real.k.float() * k_scale, v=real.v.float() * v_scale)
     right, right_lse = attend(real.call())
-    out, lse = attend(replace(inputs.call(), q=real.call().q))
+    out, lse = attend(inputs.call()._replace(q=real.call().q))
     torch.testing.assert_close(out, right)
     torch.testing.assert_close(lse, right_lse)

@@ -6,7 +6,6 @@ import functools
 import importlib
 import importlib.metadata
 from abc import ABC, abstractmethod
-from dataclasses import replace
 from typing import ClassVar
 
 import torch
@@ -90,7 +89,7 @@ class Backend(ABC):
         """Compute a call, sinks included."""
         if call.sinks is None or "sinks" in self.support.features:
             return self.run(call, return_lse=return_lse)
-        out, lse = self.run(replace(call, sinks=None), return_lse=True)
+        out, lse = self.run(call._replace(sinks=None), return_lse=True)
         assert lse is not None
         out, lse = with_sinks(out, lse, call.sinks)
         return out, lse if return_lse else None

@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-from typing import Any
-
 import torch
 
 __all__ = ["attention"]
@@ -108,31 +106,7 @@ def attention(
     >>> vt.attention(q, k, v, lens, slots, backend="sdpa-flash").shape
     torch.Size([2, 8, 64])
     """
-    if torch.compiler.is_compiling() and backend in ("auto", "triton"):
-        from vtensor.triton_kernels import decode_attention, prefill_attention
+    from vtensor.attention_backends.dispatch import dispatch
 
-        options: dict[str, Any] = {
-            "scale": scale, "window": window, "softcap": softcap, "sinks": sinks, "alibi_slopes": alibi_slopes,
-            "k_scale": k_scale, "v_scale": v_scale, "return_lse": return_lse,
-        }  # fmt: skip
-        if cu_seqlens is not None:
-            return prefill_attention(q, k, v, cu_seqlens, seq_lens, batch_idx, causal=causal, **options)
-        if causal or q.dim() == 3:
-            return decode_attention(q, k, v, seq_lens, batch_idx, **options)
-    from vtensor.attention_backends.backend import CannotRunError
-    from vtensor.attention_backends.choose import choose, refusal
-    from vtensor.triton_kernels.arguments import check_attention
-
-    call = check_attention(
-        q, k, v, seq_lens, batch_idx, cu_seqlens, causal=causal, scale=scale, window=window, softcap=softcap,
-        sinks=sinks, alibi_slopes=alibi_slopes, k_scale=k_scale, v_scale=v_scale,
-    )  # fmt: skip
-    if isinstance(overread_tokens, bool) or not isinstance(overread_tokens, int) or overread_tokens < 0:
-        raise ValueError(f"overread_tokens={overread_tokens!r} must be an integer of 0 or more")
-    chosen = choose(backend, call, return_lse=return_lse, overread_tokens=overread_tokens)
-    try:
-        out, lse = chosen.attend(call, return_lse=return_lse)
-    except CannotRunError as error:
-        raise refusal(backend, str(error), call, return_lse=return_lse, but=chosen.name) from None
-    out = out.reshape(*q.shape[:-1], v.shape[3])
-    return (out, lse.reshape(q.shape[:-1])) if lse is not None else out
+    given = scale, window, softcap, sinks, alibi_slopes, k_scale, v_scale
+    return dispatch(q, k, v, seq_lens, batch_idx, cu_seqlens, causal, given, return_lse, backend, overread_tokens)

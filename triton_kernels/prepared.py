@@ -1,0 +1,125 @@
+"""Prepared: a compiled kernel with its arguments laid out as the driver reads them, all but a few once and for all.
+
+Triton's own launcher looks at each of some 60 arguments each time, which takes the caller longer than many a kernel
+takes the GPU.
+"""
+
+from __future__ import annotations
+
+import ctypes
+import struct
+import threading
+from collections.abc import Sequence
+from typing import Any
+
+import torch
+
+from vtensor.triton_kernels.workspace import scratch
+
+__all__ = ["Prepared", "prepare"]
+
+_FORMATS = {
+    "i8": "b", "u8": "B", "i16": "h", "u16": "H", "i32": "i", "u32": "I", "i64": "q", "u64": "Q", "fp32": "f",
+    "fp64": "d",
+}  # fmt: skip
+_INVALID_CONTEXT = 201
+
+
+def prepare(compiled: Any, num_tensors: int, num_changing: int, arguments: Sequence[Any]) -> Prepared | None:
+    """What Triton compiled for these arguments, loaded to the current device; None where it asks for more than we know.
+
+    `arguments` are addresses (None: no tensor), numbers that change, and numbers that do not.
+    """
+    try:
+        compiled.run  # noqa: B018 - loads it
+        kinds = list(compiled.src.signature.values())
+        metadata = compiled.metadata
+        has_more = metadata.num_ctas != 1 or metadata.launch_cooperative_grid or metadata.profile_scratch_size
+        if has_more or len(kinds) != len(arguments):
+            return None
+        return Prepared(compiled, kinds, num_tensors, num_changing, arguments)
+    except (ImportError, AttributeError, LookupError):  # another Triton, or another cuda-python
+        return None
+
+
+class Prepared:
+    """A kernel that is ready to be launched on the device that is current."""
+
+    def __init__(
+        self, compiled: Any, kinds: list[Any], num_tensors: int, num_changing: int, arguments: Sequence[Any]
+    ) -> None:
+        from cuda.bindings import driver
+
+        metadata = compiled.metadata
+        self._compiled = compiled  # which keeps the kernel loaded
+        self._driver = driver
+        self._function = driver.CUfunction(compiled.function)
+        self.pointers = [i for i in range(num_tensors) if kinds[i] != "constexpr"]
+        changing = range(num_tensors, num_tensors + num_changing)
+        if any(kinds[i][0] != "*" for i in self.pointers) or any(kinds[i] != "i32" for i in changing):
+            raise LookupError("arguments of another kind")
+        # Eight bytes each, those that change first: pointers, numbers, and what Triton adds, memory to work in and one
+        # for its profiler. The driver is told where each is.
+        constants = [i for i in range(changing.stop, len(kinds)) if kinds[i] != "constexpr"]
+        self._layout = struct.Struct(f"{len(self.pointers)}Q{num_changing}q2Q")
+        order = [*self.pointers, *changing, -1, -2, *constants]
+        self._values = (ctypes.c_uint64 * len(order))()
+        for place, i in enumerate(order):
+            if i in constants:
+                struct.pack_into(_FORMATS[kinds[i]], self._values, 8 * place, arguments[i])
+        begin = ctypes.addressof(self._values)
+        places = {i: begin + 8 * place for place, i in enumerate(order)}
+        wanted = [*(i for i, kind in enumerate(kinds) if kind != "constexpr"), -1, -2]
+        sizes = [struct.calcsize(_FORMATS.get(kinds[i], "Q")) if i >= 0 else 8 for i in wanted]
+        if sizes != _parameter_sizes(driver, self._function):
+            raise LookupError("parameters of another kind")
+        self._parameters = (ctypes.c_void_p * len(wanted))(*(places[i] for i in wanted))
+        self._parameters_at = ctypes.addressof(self._parameters)
+        self._scratch_bytes = metadata.global_scratch_size
+        self._config = config = driver.CUlaunchConfig()
+        config.gridDimZ = config.blockDimY = config.blockDimZ = 1
+        config.blockDimX = 32 * metadata.num_warps
+        config.sharedMemBytes = metadata.shared
+        if metadata.launch_pdl:
+            attribute = driver.CUlaunchAttribute()
+            attribute.id = driver.CUlaunchAttributeID.CU_LAUNCH_ATTRIBUTE_PROGRAMMATIC_STREAM_SERIALIZATION
+            attribute.value.programmaticStreamSerializationAllowed = 1
+            config.attrs, config.numAttrs = [attribute], 1
+        self._lock = threading.Lock()  # the driver copies arguments before it returns, but lets go of the GIL before
+
+    def __call__(
+        self, grid: tuple[int, int], device: torch.device, addresses: Sequence[int], changing: Sequence[int]
+    ) -> None:
+        """Launch in the current stream of a device, with addresses for `pointers`."""
+        if not grid[0] or not grid[1]:
+            return
+        room = 0
+        if self._scratch_bytes:
+            room = scratch(device, -(-self._scratch_bytes * grid[0] * grid[1] // 4)).data_ptr()
+        config = self._config
+        with self._lock:
+            self._layout.pack_into(self._values, 0, *addresses, *changing, room, 0)
+            config.gridDimX, config.gridDimY = grid
+            config.hStream = torch._C._cuda_getCurrentRawStream(device.index)
+            error = int(self._driver.cuLaunchKernelEx(config, self._function, self._parameters_at, 0)[0])
+            if error == _INVALID_CONTEXT:  # a thread that has not used the GPU yet
+                _make_current(self._driver, device.index)
+                error = int(self._driver.cuLaunchKernelEx(config, self._function, self._parameters_at, 0)[0])
+        if error:
+            name = self._driver.CUresult(error).name
+            raise RuntimeError(f"{self._compiled.name} could not be launched with {grid} programs: {name}")
+
+
+def _parameter_sizes(driver: Any, function: Any) -> list[int]:
+    sizes: list[int] = []
+    while True:
+        error, _, size = driver.cuFuncGetParamInfo(function, len(sizes))
+        if int(error):
+            return sizes
+        sizes.append(int(size))
+
+
+def _make_current(driver: Any, index: int) -> None:
+    error, context = driver.cuDevicePrimaryCtxRetain(index)
+    if not int(error):
+        driver.cuCtxSetCurrent(context)
