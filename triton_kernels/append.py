@@ -37,9 +37,9 @@ def append_reference(
     """
     tensors = (k, v, k_cache, v_cache, q, cos, sin, seq_lens, batch_idx, cu_seqlens, k_scale, v_scale)
     launch = launch_of(tensors, interleaved)
-    num_rows, _, rows_each = launch.rows
     with torch.no_grad():
-        found = destinations(tensors, num_rows, rows_each, raises=k.device.type == "cpu")
+        num_rows = launch.num_rows(tensors)
+        found = destinations(tensors, num_rows, launch.rows_each, raises=k.device.type == "cpu")
         append_in_torch(tensors, found, interleaved)
 
 
@@ -118,12 +118,10 @@ def append_kv(
     tensors = (k, v, k_cache, v_cache, q, cos, sin, seq_lens, batch_idx, cu_seqlens, k_scale, v_scale)
     launch = launch_of(tensors, interleaved)
     if k.device.type == "cpu":
-        num_rows, _, rows_each = launch.rows
-        found = destinations(tensors, num_rows, rows_each, raises=True)
+        found = destinations(tensors, launch.num_rows(tensors), launch.rows_each, raises=True)
         if not is_interpreted():
             with torch.no_grad():
                 append_in_torch(tensors, found, interleaved)
             return
-    if launch.grid[0]:
-        with device_of(k):
-            launch.run(tensors)
+    with device_of(k):
+        launch.run(tensors)

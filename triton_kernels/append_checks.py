@@ -18,6 +18,7 @@ __all__ = ["Appending", "Tensors", "launch_of"]
 _MOST_WIDTH = 1024
 _MOST_LAYERS = 65_535  # of a grid's second axis
 _TILE = 2048  # elements of K that a program moves: 16 bytes at a time, two of them a thread
+_MOST_LINES = 2**31 - 2 * _TILE  # heads of rows
 _MOST_LAUNCHES = 4096
 
 _NAMES = (
@@ -27,26 +28,41 @@ Tensors = tuple[Any, ...]  # tensors or None, in the order of _NAMES, which is t
 
 
 class Appending(NamedTuple):
-    """How a kernel is launched for tensors of certain dtypes, shapes and strides, which have been checked."""
+    """How a kernel is launched for tensors of certain dtypes, shapes and strides, which have been checked.
 
-    grid: tuple[int, int]
+    Of ragged rows their number, T, may be any.
+    """
+
     launch: Launch
-    rows: tuple[Any, ...]  # their number, and the next two numbers of the kernel
+    num_layers: int
+    layered: int  # 1 where tensors have a dimension of layers
+    rows_each: int  # of a request; 1 if ragged
+    heads: int
+    q_heads: int
+    lines: int  # of a program
+    is_empty: bool
+
+    def num_rows(self, tensors: Tensors) -> int:
+        """Rows of all requests in k."""
+        return math.prod(tensors[0].shape[self.layered : -2])
 
     def run(self, tensors: Tensors) -> None:
         """Launch."""
-        self.launch(self.grid, tensors)
+        num_rows = self.num_rows(tensors)
+        blocks = -(-num_rows * self.heads // self.lines) - (-num_rows * self.q_heads // self.lines)
+        if blocks and not self.is_empty:
+            self.launch((blocks, self.num_layers), tensors, num_rows)
 
 
 _launches: dict[Any, Appending] = {}
 
 
 def launch_of(tensors: Tensors, interleaved: bool) -> Appending:
-    """Check the arguments, of each combination of dtypes, shapes and strides only once."""
+    """Check the arguments, of each combination of dtypes, shapes (but T) and strides only once."""
     try:
-        key = interleaved, signature(*tensors)
+        key = _key(tensors, interleaved)
         found = _launches.get(key)
-    except (AttributeError, TypeError):  # not all of them are tensors
+    except (AttributeError, TypeError, IndexError):  # not all of them are what they should be
         return _prepare(tensors, interleaved)
     if found is None:
         found = _prepare(tensors, interleaved)
@@ -54,6 +70,17 @@ def launch_of(tensors: Tensors, interleaved: bool) -> Appending:
             _launches.clear()
         _launches[key] = found
     return found
+
+
+def _key(tensors: Tensors, interleaved: bool) -> Any:
+    k, v, k_cache, v_cache, q, *others, k_scale, v_scale = tensors
+    if others[-1] is None or k_cache.dim() != 4:
+        return interleaved, signature(*tensors)
+    num_rows, most = k.shape[0], _MOST_LINES // max(k.shape[1], 1 if q is None else q.shape[1], 1)
+    new = [
+        x is None or (x.shape[0] == num_rows, x.shape[1:], x.stride(), x.dtype, x.device, type(x)) for x in (k, v, q)
+    ]
+    return interleaved, num_rows <= most, *new, signature(k_cache, v_cache, *others, k_scale, v_scale)
 
 
 def _prepare(tensors: Tensors, interleaved: bool) -> Appending:
@@ -97,13 +124,11 @@ def _prepare(tensors: Tensors, interleaved: bool) -> Appending:
     block_d, block_dv = (triton.next_power_of_2(max(1, size)) for size in (width - 2 * half, value_width))
     block_half = triton.next_power_of_2(max(1, half))
     lines = max(1, _TILE // max(block_d, block_dv, 2 * block_half))
-    if num_rows * max(heads, q_heads) > 2**31 - 2 * _TILE:
+    if num_rows > _MOST_LINES // max(heads, q_heads):
         raise ValueError(f"k has {num_rows} rows of {max(heads, q_heads)} heads: together they must be below 2^31")
-    blocks = triton.cdiv(num_rows * heads, lines) + triton.cdiv(num_rows * q_heads, lines)
-    if not seq_lens.shape[0] or not num_layers:
-        blocks = 0
+    rows_each = 1 if len(rows) == 1 else leading[-1]
     numbers = (
-        num_rows, seq_lens.shape[0], 1 if len(rows) == 1 else leading[-1], slots, slot_tokens,
+        seq_lens.shape[0], rows_each, slots, slot_tokens,
         *_row_strides(k, layers, rows), *_row_strides(v, layers, rows), *_row_strides(q, layers, rows),
         *_row_strides(k_cache, layers, ("slot", "L")), *_row_strides(v_cache, layers, ("slot", "L")),
         0 if cos is None else cos.stride(0),
@@ -118,7 +143,8 @@ def _prepare(tensors: Tensors, interleaved: bool) -> Appending:
     dependent = has_dependent_launch(device)
     numbers = (*numbers, is_interpreted(), dependent)
     launch = Launch(append_kernel, numbers, num_warps=4, enable_fp_fusion=False, launch_pdl=dependent)
-    return Appending((blocks, num_layers), launch, numbers[:3])
+    is_empty = not seq_lens.shape[0] or not num_layers
+    return Appending(launch, num_layers, layers, rows_each, heads, q_heads, lines, is_empty)
 
 
 def _check_places(tensors: tuple[Any, ...]) -> None:

@@ -591,6 +591,22 @@ def test_nothing_to_append(counts: tuple[int, ...], device: str, function: Appen
 # -- launches ---------------------------------------------------------------------------------------------------------
 
 
+def test_ragged_rows_are_checked_once_however_many_there_are(
+    monkeypatch: pytest.MonkeyPatch, device: str, function: Append
+) -> None:
+    monkeypatch.setattr(append_checks, "_launches", {})
+    for counts in ([3, 1, 2], [40, 0, 17], [1, 0, 0], [0, 0, 0], [7, 7, 7]):
+        call = Call(Case(counts, [40, 30, 20], ragged=True, q_heads=4, rotated=16), device)
+        call.run(function)
+        call.check()
+    assert len(append_checks._launches) == 1
+    call = Call(Case([3, 1, 2], [40, 30, 20], ragged=True, q_heads=4, rotated=16), device)
+    assert call.v is not None
+    call.v = call.v[:, :5]
+    with pytest.raises(ValueError, match=r"v has shape \[5"):
+        call.run(function)
+
+
 def test_launches_are_remembered_and_not_for_ever(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(append_checks, "_MOST_LAUNCHES", 2)
     monkeypatch.setattr(append_checks, "_launches", {})

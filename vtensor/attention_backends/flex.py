@@ -44,13 +44,11 @@ class FlexBackend(GroupBackend):
         """Compute a group; see `GroupBackend.run_group`."""
         from torch.nn.attention.flex_attention import AuxRequest
 
-        # The first query's position is a tensor, so that a new length compiles nothing.
-        offset = torch.tensor(k.shape[1] - q.shape[1], device=q.device)
         out, aux = _flex(q.device.type)(
             q.transpose(1, 2),
             k.transpose(1, 2),
             v.transpose(1, 2),
-            score_mod=_score_mod(call, offset),
+            score_mod=_score_mod(call, k.shape[1] - q.shape[1]),
             scale=call.scale,
             enable_gqa=call.group > 1,
             return_aux=AuxRequest(lse=True),
@@ -65,20 +63,26 @@ def _flex(device_type: str) -> Any:
     return flex_attention if device_type == "cpu" else torch.compile(flex_attention, dynamic=True)
 
 
-def _score_mod(call: AttentionArguments, offset: torch.Tensor) -> ScoreMod:
-    causal, window, softcap, slopes = call.causal, call.window, call.softcap, call.alibi_slopes
+def _score_mod(call: AttentionArguments, offset: int) -> ScoreMod:
+    # Numbers as tensors: a new one compiles nothing, and of a float the compiler makes one itself, and cannot read it.
+    def number(value: float) -> torch.Tensor:
+        return torch.tensor(value, device=call.q.device)
+
+    causal, slopes, first = call.causal, call.alibi_slopes, number(offset)
+    window = number(call.window) if call.window else None
+    softcap = number(call.softcap) if call.softcap else None
 
     def score_mod(
         score: torch.Tensor, b: torch.Tensor, head: torch.Tensor, query: torch.Tensor, key: torch.Tensor
     ) -> torch.Tensor:
-        position = query + offset
-        if softcap:
+        position = query + first
+        if softcap is not None:
             score = softcap * torch.tanh(score / softcap)
         if slopes is not None:
             score = score + slopes[head] * (key - position)
         if causal:
             score = torch.where(key <= position, score, -float("inf"))
-        if window:
+        if window is not None:
             score = torch.where(key > position - window, score, -float("inf"))
         return score
 
