@@ -595,7 +595,7 @@ def test_ragged_rows_are_checked_once_however_many_there_are(
     monkeypatch: pytest.MonkeyPatch, device: str, function: Append
 ) -> None:
     monkeypatch.setattr(append_checks, "_launches", {})
-    for counts in ([3, 1, 2], [40, 0, 17], [1, 0, 0], [7, 7, 7]):
+    for counts in ([3, 1, 2], [40, 0, 17], [2, 0, 0], [7, 7, 7]):
         call = Call(Case(counts, [40, 30, 20], ragged=True, q_heads=4, rotated=16), device)
         call.run(function)
         call.check()
