@@ -98,7 +98,7 @@ class DecodePlan:
             "DEPENDENT": dependent,
         }
         options: dict[str, Any] = {"num_warps": tuning.num_warps, "num_stages": tuning.num_stages}
-        options["launch_pdl"] = dependent
+        options |= {"launch_pdl": dependent, "enable_fp_fusion": True}
         self._decode = Launch(decode_kernel, numbers, **options)
         self._merge = self._add_up = None
         if apart:
@@ -106,7 +106,7 @@ class DecodePlan:
             parts = min(triton.next_power_of_2(columns), max(1, 8192 // block_dv))
             sizes = {name: numbers[name] for name in merge_kernel.arg_names[6:] if name in numbers}
             sizes |= {"num_columns": columns, "PARTS": parts}
-            self._merge = Launch(merge_kernel, sizes, num_warps=4, launch_pdl=True)
+            self._merge = Launch(merge_kernel, sizes, num_warps=4, launch_pdl=True, enable_fp_fusion=True)
             self._num_merges = self._batch * items * block_m
         if shared["LOG_B"] > 0:
             needed = ("batch", "num_slots", "slot_tokens", "window", "BLOCK_N", "WINDOW", "INDEXED")

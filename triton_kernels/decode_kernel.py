@@ -37,6 +37,21 @@ def _bounds(lens, num_queries, window, BLOCK_N: tl.constexpr, WINDOW: tl.constex
 
 
 @triton.jit
+def _num_shares(counts, total, num_columns, TURNS: tl.constexpr):
+    """Among how many columns `total` tiles are divided, of which requests have `counts` * TURNS.
+
+    Where all requests are equally long: so many that no column ends within an item that it did not have to cut, as long
+    as that leaves at most 1 in 32 columns idle.
+    """
+    share = tl.maximum(tl.minimum(total, num_columns), 1)  # columns that have a tile at least
+    items = tl.sum((counts > 0).to(tl.int64), 0) * TURNS
+    some = tl.maximum(items, 1)
+    even = tl.where(items <= num_columns, num_columns // some * items, tl.cdiv(items, tl.cdiv(some, num_columns)))
+    is_even = (tl.max(counts, 0) * items == total) & (even * 32 >= num_columns * 31) & (even <= share)
+    return tl.where(is_even, even, share)
+
+
+@triton.jit
 def _request_lens(seq_lens_ptr, batch_idx_ptr, b, valid, num_slots, slot_tokens, INDEXED: tl.constexpr):
     """Lengths of requests; 0 where there is nothing to do."""
     lens = tl.load(seq_lens_ptr + b, mask=valid, other=0)
@@ -158,12 +173,14 @@ def decode_kernel(
     if LOG_B == 0:
         all_lens = _request_lens(seq_lens_ptr, batch_idx_ptr, all_b, all_b < batch, num_slots, slot_tokens, INDEXED)
         _, counts = _bounds(all_lens, NUM_QUERIES, window, BLOCK_N, WINDOW)
-        counts = counts.to(tl.int64) * TURNS
+        counts = counts.to(tl.int64)
+        total = tl.sum(counts, 0) * TURNS
+        share = _num_shares(counts, total, tl.num_programs(0) // LANES, TURNS)
+        counts *= TURNS
         ends = tl.cumsum(counts, 0)
-        total = tl.sum(counts, 0)
     else:
         total = tl.load(ends_ptr + batch - 1) * TURNS
-    share = tl.maximum(tl.minimum(total, tl.num_programs(0) // LANES), 1)  # columns that have a tile at least
+        share = tl.maximum(tl.minimum(total, tl.num_programs(0) // LANES), 1)
     tile, last_tile = total * column // share, tl.minimum(total * (column + 1) // share, total)
     while tile < last_tile:
         # -- the item in which the tile lies: request b, head and block of rows --
@@ -310,10 +327,10 @@ def merge_kernel(
     lens = _request_lens(seq_lens_ptr, batch_idx_ptr, all_b, all_b < batch, num_slots, slot_tokens, INDEXED)
     _, counts = _bounds(lens, NUM_QUERIES, window, BLOCK_N, WINDOW)
     counts = counts.to(tl.int64)
-    count, turns = tl.sum(tl.where(all_b == b, counts, 0), 0), ITEMS // LANES
-    begin, total = tl.sum(tl.where(all_b < b, counts, 0), 0) * turns, tl.sum(counts, 0) * turns
-    begin += item // LANES * count
-    share, some = tl.minimum(total, num_columns), tl.maximum(total, 1)
+    TURNS: tl.constexpr = ITEMS // LANES
+    count, total = tl.sum(tl.where(all_b == b, counts, 0), 0), tl.sum(counts, 0) * TURNS
+    begin = tl.sum(tl.where(all_b < b, counts, 0), 0) * TURNS + item // LANES * count
+    share, some = _num_shares(counts, total, num_columns, TURNS), tl.maximum(total, 1)
     first = (((begin + 1) * share - 1) // some).to(tl.int32)
     last = (((begin + count) * share - 1) // some).to(tl.int32)
     tl.extra.cuda.gdc_wait()  # in every program: what comes next waits for this kernel alone

@@ -15,6 +15,7 @@ from vtensor.triton_kernels.prepared import Prepared, prepare
 
 __all__ = [
     "Launch",
+    "compute_capability",
     "device_of",
     "has_dependent_launch",
     "is_interpreted",
@@ -38,9 +39,9 @@ def is_interpreted() -> bool:
 
 
 @functools.cache
-def _of_gpu(index: int) -> tuple[int, int]:
+def _of_gpu(index: int) -> tuple[int, int, int]:
     properties = torch.cuda.get_device_properties(index)
-    return properties.multi_processor_count, properties.major
+    return properties.multi_processor_count, properties.major, properties.minor
 
 
 def num_multiprocessors(device: torch.device) -> int:
@@ -51,6 +52,11 @@ def num_multiprocessors(device: torch.device) -> int:
 def has_dependent_launch(device: torch.device) -> bool:
     """Whether a kernel may be launched before the one that it waits for has ended (from Hopper on)."""
     return device.type == "cuda" and _of_gpu(device.index)[1] >= 9
+
+
+def compute_capability(device: torch.device) -> tuple[int, int]:
+    """Compute capability of a device; (0, 0) of the host."""
+    return _of_gpu(device.index)[1:] if device.type == "cuda" else (0, 0)
 
 
 _HERE = contextlib.nullcontext()

@@ -7,12 +7,16 @@ from typing import Any
 import torch
 
 from vtensor.triton_kernels.arguments import AttentionArguments
+from vtensor.triton_kernels.hopper import HopperPlan
 from vtensor.triton_kernels.launch import Launch, device_of, has_dependent_launch, suits_descriptors
 from vtensor.triton_kernels.prefill_kernel import prefill_kernel
 from vtensor.triton_kernels.shapes import shared_numbers
 from vtensor.triton_kernels.tuning import PrefillTuning, prefill_tuning
 
 __all__ = ["PrefillPlan"]
+
+_HOPPER_QUERIES = 64
+"""Queries of a request, in the mean, from which on the kernel for Hopper is used, whose tiles have 128."""
 
 
 class PrefillPlan:
@@ -46,6 +50,8 @@ class PrefillPlan:
         self._batch = call.batch_size
         shared = shared_numbers(call, has_lse=has_lse, page_tokens=page_tokens, table_width=table_width)
         self._is_small = shared["LOG_B"] == 0
+        suits = tuning is None and not page_tokens and HopperPlan.suits(call)
+        self._hopper = HopperPlan(call, has_lse=has_lse, out_strides=out_strides) if suits else None
         tuning = tuning or prefill_tuning(head_dim, v.shape[3], q.element_size())
         self._block_m = tuning.block_m
         tiles = tuning.descriptors and not page_tokens and shared["D_REST"] == 0 and suits_descriptors(k, v)
@@ -65,6 +71,7 @@ class PrefillPlan:
             "num_warps": tuning.num_warps,
             "num_stages": tuning.num_stages,
             "launch_pdl": numbers["DEPENDENT"],
+            "enable_fp_fusion": True,
         }
         self._prefill = Launch(prefill_kernel, numbers, **options)
 
@@ -81,6 +88,9 @@ class PrefillPlan:
             return
         num_queries, ends = out.shape[0], None
         with device_of(out):
+            if self._hopper is not None and num_queries >= _HOPPER_QUERIES * self._batch:
+                if self._hopper.run(call, out, lse):
+                    return
             if not self._is_small and call.cu_seqlens is not None:
                 ends = (-(call.cu_seqlens.diff().clamp(min=0) // -self._block_m)).cumsum(0)
             tensors = (

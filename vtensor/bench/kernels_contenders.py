@@ -20,6 +20,8 @@ from vtensor.bench.kernels_case import Case, Layer
 from vtensor.bench.paged import paged_decode, paged_prefill
 from vtensor.errors import VTensorError
 from vtensor.triton_kernels.attention import decode_attention, prefill_attention
+from vtensor.triton_kernels.prefill import PrefillPlan
+from vtensor.triton_kernels.tuning import prefill_tuning
 
 __all__ = ["Contender", "absent_rivals", "contenders"]
 
@@ -62,6 +64,8 @@ def contenders(case: Case, page_tokens: tuple[int, ...]) -> Iterator[Contender]:
     """All that are there for a case; ours also with pages of so many tokens, where those are contiguous."""
     pages = () if case.slice_layers else page_tokens
     yield Contender("ours", _ours)
+    if case.kind == "prefill" and case.memory.device != "cpu":
+        yield Contender("ours, plain", _plain)
     for tokens in pages:
         yield Contender(f"ours, paged {tokens}", _paged(tokens), tokens)
     for name in _RIVALS:
@@ -104,6 +108,20 @@ def _ours(case: Case, layer: Layer) -> Call:
         rows = case.cu_seqlens
         return lambda: _only(prefill_attention(q, k, v, rows, lens))
     return lambda: _only(decode_attention(q, k, v, lens))
+
+
+def _plain(case: Case, layer: Layer) -> Call:
+    """Our kernel in plain Triton, also where there is one for the GPU: the one that reads pages, too."""
+    call, q = case.call(layer, ragged=True), case.q
+    tuning = prefill_tuning(case.heads.dim, case.heads.dim, q.element_size())
+    plan = PrefillPlan(call, has_lse=False, out_strides=q.stride(), tuning=tuning)
+
+    def run() -> torch.Tensor:
+        out = torch.empty_like(q)
+        plan.run(call, out, None)
+        return out
+
+    return run
 
 
 def _paged(page_tokens: int) -> Callable[[Case, Layer], Call]:
