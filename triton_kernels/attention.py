@@ -14,6 +14,7 @@ from vtensor.triton_kernels.arguments import (
     check_tensor,
 )
 from vtensor.triton_kernels.decode import DecodePlan
+from vtensor.triton_kernels.launch import num_multiprocessors
 from vtensor.triton_kernels.library import attend_into
 from vtensor.triton_kernels.prefill import PrefillPlan
 from vtensor.triton_kernels.signatures import attention_key
@@ -21,7 +22,8 @@ from vtensor.triton_kernels.signatures import attention_key
 __all__ = ["attend_again", "decode_attention", "plan_of", "prefill_attention"]
 
 MOST_QUERIES = 128
-"""Queries of a request up to which keys are split among programs; more of them fill a GPU by themselves."""
+"""Queries of a request up to which its keys are split among programs, where few requests leave a GPU idle otherwise."""
+_MOST_QUERIES_OF_MANY = 48
 
 _MOST_PLANS = 4096
 
@@ -99,7 +101,7 @@ def decode_attention(
         hold is not looked at: lengths are cut to L, and what is no slot counts as padding.
     """
     options = (scale, window, softcap, sinks, alibi_slopes, k_scale, v_scale)
-    if isinstance(q, torch.Tensor) and q.dim() == 4 and q.shape[1] > MOST_QUERIES and q.shape[0]:
+    if isinstance(q, torch.Tensor) and q.dim() == 4 and q.shape[0] and q.shape[1] > _most_queries(q):
         batch, count = q.shape[:2]
         if out is not None:
             check_tensor("out", out, device=q.device, dtype=q.dtype, shape=(*q.shape[:-1], v.shape[-1]), dense=False)
@@ -163,6 +165,13 @@ def prefill_attention(
             "cu_seqlens is None: it must be a tensor of [B + 1]; decode_attention takes queries [B, Sq, Hq, D]"
         )
     return _attend(q, k, v, seq_lens, batch_idx, cu_seqlens, causal, options, return_lse, out)
+
+
+def _most_queries(q: torch.Tensor) -> int:
+    """Queries of a request up to which `decode_attention` splits its keys; more fill the GPU by themselves."""
+    if q.shape[1] <= _MOST_QUERIES_OF_MANY or q.device.type != "cuda":
+        return MOST_QUERIES
+    return MOST_QUERIES if q.shape[0] * q.shape[2] < num_multiprocessors(q.device) else _MOST_QUERIES_OF_MANY
 
 
 _checked: dict[Any, DecodePlan | PrefillPlan] = {}

@@ -40,14 +40,15 @@ def _bounds(lens, num_queries, window, BLOCK_N: tl.constexpr, WINDOW: tl.constex
 def _num_shares(counts, total, num_columns, TURNS: tl.constexpr):
     """Among how many columns `total` tiles are divided, of which requests have `counts` * TURNS.
 
-    Where all requests are equally long: so many that no column ends within an item that it did not have to cut, as long
+    Where requests are few and equally long: so many that each column gets whole items, or equal parts of one, as long
     as that leaves at most 1 in 32 columns idle.
     """
     share = tl.maximum(tl.minimum(total, num_columns), 1)  # columns that have a tile at least
-    items = tl.sum((counts > 0).to(tl.int64), 0) * TURNS
-    some = tl.maximum(items, 1)
-    even = tl.where(items <= num_columns, num_columns // some * items, tl.cdiv(items, tl.cdiv(some, num_columns)))
-    is_even = (tl.max(counts, 0) * items == total) & (even * 32 >= num_columns * 31) & (even <= share)
+    items = tl.sum((counts > 0).to(tl.int32), 0) * TURNS
+    is_one = items <= num_columns
+    even = tl.where(is_one, num_columns // tl.maximum(items, 1) * items, items // 2)  # or two items each
+    is_even = (even * 32 >= num_columns * 31) & (even <= share) & (is_one | (items % 2 == 0))
+    is_even &= tl.max(counts, 0) * items == total
     return tl.where(is_even, even, share)
 
 

@@ -52,7 +52,7 @@ class HopperPlan:
         }
         self._numbers = (self._batch, *k.shape[:2], call.scale * math.log2(math.e), *numbers.values())
         self._prepared: Prepared | None = None
-        self._maps: dict[Any, bytes] = {}  # by address, and rows of q
+        self._maps: dict[Any, bytes] = {}  # by tensor, address, and rows of q
         self._is_usable = True
 
     @staticmethod
@@ -91,7 +91,7 @@ class HopperPlan:
             self._is_usable = False
             return False
         forms = prepared.map_forms
-        maps = [self._map(tensors[i], addresses[i], forms[i]) for i in range(3)]  # type: ignore[arg-type]
+        maps = [self._map(i, tensors[i], addresses[i], forms[i]) for i in range(3)]  # type: ignore[arg-type]
         programs = min(items, num_multiprocessors(out.device))
         prepared((programs, 1), out.device, addresses[3:], (num_queries, items), maps)
         return True
@@ -115,8 +115,8 @@ class HopperPlan:
         addresses = [0 if isinstance(one, torch.Tensor) else one for one in arguments]
         return prepare(compiled, len(tensors), len(changing), addresses)
 
-    def _map(self, tensor: torch.Tensor, address: int, form: dict[str, Any]) -> bytes:
-        key = address, tensor.shape[0]
+    def _map(self, which: int, tensor: torch.Tensor, address: int, form: dict[str, Any]) -> bytes:
+        key = which, address, tensor.shape[0]
         found = self._maps.get(key)
         if found is None:
             if len(self._maps) >= _MOST_MAPS:

@@ -15,8 +15,8 @@ from vtensor.triton_kernels.tuning import PrefillTuning, prefill_tuning
 
 __all__ = ["PrefillPlan"]
 
-_HOPPER_QUERIES = 64
-"""Queries of a request, in the mean, from which on the kernel for Hopper is used, whose tiles have 128."""
+_HOPPER_QUERIES = 65
+"""Queries of a request, in the mean, from which on the kernel for Hopper is used: more than a tile of the other has."""
 
 
 class PrefillPlan:
