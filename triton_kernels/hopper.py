@@ -50,7 +50,8 @@ class HopperPlan:
             "INDEXED": call.batch_idx is not None,
             "LSE": has_lse,
         }
-        self._numbers = (self._batch, *k.shape[:2], call.scale * math.log2(math.e), *numbers.values())
+        strides = (*k.stride()[:3], *call.v.stride()[:3])
+        self._numbers = (self._batch, *k.shape[:2], call.scale * math.log2(math.e), *strides, *numbers.values())
         self._prepared: Prepared | None = None
         self._maps: dict[Any, bytes] = {}  # by tensor, address, and rows of q
         self._is_usable = True
@@ -59,7 +60,7 @@ class HopperPlan:
     def suits(call: AttentionArguments) -> bool:
         """Whether it can do calls of a kind, where tensors begin at multiples of 16 bytes."""
         q, k, v = call.q, call.k, call.v
-        options = (call.window, call.softcap, call.sinks, call.alibi_slopes, call.k_scale, call.v_scale)
+        features = (call.sinks, call.alibi_slopes, call.k_scale, call.v_scale)
         return (
             q.device.type == "cuda"
             and compute_capability(q.device) == (9, 0)
@@ -68,7 +69,8 @@ class HopperPlan:
             and k.dtype == q.dtype
             and k.shape == v.shape
             and q.shape[-1] in (64, 128)
-            and not any(option is not None and option != 0 for option in options)
+            and not (call.window or call.softcap)
+            and all(tensor is None for tensor in features)
             and call.scale > 0
             and 0 < call.batch_size <= MOST_LENGTHS
             and k.numel() > 0
@@ -78,7 +80,9 @@ class HopperPlan:
     def run(self, call: AttentionArguments, out: torch.Tensor, lse: torch.Tensor | None) -> bool:
         """Attend, into `out` [T, Hq, D] and `lse` [T, Hq], on the current device; False where it could not."""
         slots = call.seq_lens if call.batch_idx is None else call.batch_idx
-        tensors = (call.q, call.k, call.v, out, out if lse is None else lse, call.cu_seqlens, call.seq_lens, slots)
+        caches = call.k, call.v
+        sums = out if lse is None else lse
+        tensors = (call.q, *caches, *caches, out, sums, call.cu_seqlens, call.seq_lens, slots)
         addresses = [tensor.data_ptr() for tensor in tensors]  # type: ignore[union-attr]
         if not self._is_usable or any(address % 16 for address in addresses):
             return False

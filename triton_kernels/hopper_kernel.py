@@ -4,14 +4,16 @@ Programs stay on their multiprocessors and take blocks of 128 queries of one hea
 longest blocks come first, and every other round is dealt out backwards, so that all programs have about as much to do.
 
 The keys of a block are gone through from the last one that any of its queries sees down to the first: no tile reaches
-beyond the length, so descriptors of the whole cache, made on the host, do for requests of all lengths. The last tile
-may begin before key 0, where the tensor memory accelerator fills in zeros.
+beyond the length, so descriptors of the whole cache, made on the host, do for requests of all lengths. Only the last
+tile may begin before key 0, where zeros are filled in. For each row that is out of a tensor the tensor memory
+accelerator looks up the tensor's first address, and a cache may have no memory there; so that tile is fetched with a
+descriptor of the request's own rows, made on the device.
 
     keys       0                                             end (one behind the last key that is seen)
     tiles   <-- n-1 -->|<-- n-2 -->|  ...  |<-- 1 -->|<-- 0 -->|
              masked: key < 0        no mask            masked: the diagonal
 
-    fetched      K0 Q V0 K1 V1 K2 V2 ...                        K and V into rings of STAGES buffers
+    fetched      Q K0 V0 K1 V1 K2 V2 ...                        K and V into rings of STAGES buffers
     multiplied   S0 = Q K0 | S1 = Q K1, O += P0 V0 | S2 = Q K2, O += P1 V1 | ... | O += Pn-1 Vn-1
 
 The two products of a step are issued together: the weights P1 are made of S1 while O += P0 V0 still runs.
@@ -108,6 +110,17 @@ def _fetch(desc, where, ring, buffer, turn):
 
 
 @gluon.jit
+def _rows_of(desc, rows, slot, kv_head, end):
+    """A descriptor for tiles of one head of the first `end` rows of a slot."""
+    base_ptr, stride_slot, stride_token, stride_head = rows
+    base = base_ptr + slot.to(gl.int64) * stride_slot + kv_head.to(gl.int64) * stride_head
+    D: gl.constexpr = desc.block_type.shape[3]
+    return tma.make_tensor_descriptor(  # the strides of its one slot and one head do not matter
+        base, [1, end, 1, D], [stride_token, stride_token, stride_token, 1], desc.block_type.shape, desc.layout
+    )
+
+
+@gluon.jit
 def _release(empty, buffer):
     """Be done with a buffer, as soon as all four warps are."""
     _barrier()
@@ -116,7 +129,7 @@ def _release(empty, buffer):
 
 @gluon.jit
 def _produce(
-    q_desc, k_desc, v_desc, q_ring, k_ring, v_ring, ends_smem, total, requests, items,
+    q_desc, k_desc, v_desc, k_rows, v_rows, q_ring, k_ring, v_ring, ends_smem, total, requests, items,
     NUM_HEADS: gl.constexpr, GROUP: gl.constexpr, BLOCK_N: gl.constexpr, BLOCK_B: gl.constexpr,
     STAGES: gl.constexpr, CAUSAL: gl.constexpr, INDEXED: gl.constexpr,
 ):  # fmt: skip
@@ -134,11 +147,20 @@ def _produce(
             for tile in range(tiles):
                 key = end - (tile + 1) * BLOCK_N
                 stage, turn = (done + tile) % STAGES, (done + tile) // STAGES
-                _fetch(k_desc, [slot, key, kv_head, 0], k_ring, stage, turn)
                 if tile == 0:
                     for part in gl.static_range(BLOCK_M // ROWS):
                         _fetch(q_desc, [token + part * ROWS, head, 0], q_ring, part, blocks)
-                _fetch(v_desc, [slot, key, kv_head, 0], v_ring, stage, turn)
+                if key >= 0:
+                    _fetch(k_desc, [slot, key, kv_head, 0], k_ring, stage, turn)
+                    _fetch(v_desc, [slot, key, kv_head, 0], v_ring, stage, turn)
+                else:
+                    low_k = _rows_of(k_desc, k_rows, slot, kv_head, end)
+                    _fetch(low_k, [0, key, 0, 0], k_ring, stage, turn)
+                    low_v = _rows_of(v_desc, v_rows, slot, kv_head, end)
+                    _fetch(low_v, [0, key, 0, 0], v_ring, stage, turn)
+                    # the next ones are made in the same memory
+                    mbarrier.wait(k_ring[1].index(stage), turn & 1)
+                    mbarrier.wait(v_ring[1].index(stage), turn & 1)
             done += tiles
             blocks += (tiles > 0).to(gl.int32)
 
@@ -285,8 +307,9 @@ def _consume(
 
 @gluon.jit(do_not_specialize=["num_queries", "items", "batch", "num_slots", "slot_tokens"])
 def hopper_prefill_kernel(
-    q_desc, k_desc, v_desc, out_ptr, lse_ptr, cu_seqlens_ptr, seq_lens_ptr, batch_idx_ptr,
+    q_desc, k_desc, v_desc, k_ptr, v_ptr, out_ptr, lse_ptr, cu_seqlens_ptr, seq_lens_ptr, batch_idx_ptr,
     num_queries, items, batch, num_slots, slot_tokens, scale_log2,
+    stride_k_slot, stride_k_token, stride_k_head, stride_v_slot, stride_v_token, stride_v_head,
     STRIDE_TOKEN: gl.constexpr, STRIDE_HEAD: gl.constexpr, NUM_HEADS: gl.constexpr, GROUP: gl.constexpr,
     D: gl.constexpr, BLOCK_N: gl.constexpr, BLOCK_B: gl.constexpr, STAGES: gl.constexpr,
     CAUSAL: gl.constexpr, INDEXED: gl.constexpr, LSE: gl.constexpr,
@@ -322,6 +345,8 @@ def hopper_prefill_kernel(
     total = gl.sum(query_blocks, 0)
     ends_smem = gl.allocate_shared_memory(gl.int32, [BLOCK_B], gl.SwizzledSharedLayout(1, 1, 1, [0]), ends)
     _barrier()
+    k_rows = (k_ptr, stride_k_slot, stride_k_token, stride_k_head)
+    v_rows = (v_ptr, stride_v_slot, stride_v_token, stride_v_head)
     requests = (cu_seqlens_ptr, seq_lens_ptr, batch_idx_ptr, num_queries, batch, num_slots, slot_tokens)
     gl.warp_specialize(
         [
@@ -334,7 +359,7 @@ def hopper_prefill_kernel(
                 STRIDE_TOKEN, STRIDE_HEAD, NUM_HEADS, D, BLOCK_N, BLOCK_B, STAGES, CAUSAL, INDEXED, LSE, 1,
             )),
             (_produce, (
-                q_desc, k_desc, v_desc, q_ring, k_ring, v_ring, ends_smem, total, requests, items,
+                q_desc, k_desc, v_desc, k_rows, v_rows, q_ring, k_ring, v_ring, ends_smem, total, requests, items,
                 NUM_HEADS, GROUP, BLOCK_N, BLOCK_B, STAGES, CAUSAL, INDEXED,
             )),
         ],

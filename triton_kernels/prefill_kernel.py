@@ -23,7 +23,7 @@ __all__ = ["prefill_kernel"]
 
 @triton.jit
 def _keys(
-    acc, m, l, q, q_rest, position, slopes, begin, end, length, k_head, v_head, k_tiles, v_tiles, table,
+    acc, m, l, q, q_rest, position, slopes, begin, end, length, origin, k_head, v_head, k_tiles, v_tiles, table,
     stride_k_slot, stride_k_token, stride_v_slot, stride_v_token, scale, window, softcap,
     D: tl.constexpr, D_MAIN: tl.constexpr, D_REST: tl.constexpr, DV: tl.constexpr, BLOCK_DV: tl.constexpr,
     BLOCK_N: tl.constexpr, CAUSAL: tl.constexpr, WINDOW: tl.constexpr, SOFTCAP: tl.constexpr, ALIBI: tl.constexpr,
@@ -39,7 +39,7 @@ def _keys(
         key = key0 + tl.arange(0, BLOCK_N)
         is_key = key < length
         if TILES:
-            k = k_tiles.load([key0, 0]).to(q.dtype)
+            k = k_tiles.load([key0 - origin, 0]).to(q.dtype)
         else:
             k_row = k_head + row_offsets(key, is_key, stride_k_token, stride_k_slot, table, PAGE)
             if MASKED:
@@ -61,7 +61,7 @@ def _keys(
             found = tl.where(sees, found, float("-inf"))
         weights, m, l, acc = soften(found, m, l, acc)
         if TILES:
-            v = v_tiles.load([key0, 0]).to(q.dtype)
+            v = v_tiles.load([key0 - origin, 0]).to(q.dtype)
         else:
             v_row = v_head + row_offsets(key, is_key, stride_v_token, stride_v_slot, table, PAGE)
             if MASKED or BLOCK_DV != DV:
@@ -171,10 +171,6 @@ def prefill_kernel(
         table = table_ptr
         if PAGE > 0:
             table += b.to(tl.int64) * stride_table
-        k_tiles, v_tiles = 0, 0
-        if TILES:  # bounded by the length: what is behind it is not fetched
-            k_tiles = tl.make_tensor_descriptor(k_head, [length, D], [stride_k_token, 1], [BLOCK_N, D_MAIN])
-            v_tiles = tl.make_tensor_descriptor(v_head, [length, DV], [stride_v_token, 1], [BLOCK_N, BLOCK_DV])
         # -- its keys: from `begin`; up to `first_clear` and from `last_clear` on with a mask; to `end` --
         first_position = length - count + (which - begin_block) * BLOCK_M
         last_position = tl.minimum(first_position + BLOCK_M, length) - 1
@@ -189,26 +185,38 @@ def prefill_kernel(
             hidden = tl.maximum(tl.minimum(last_position - window + 1, end) - begin, 0)  # from the last of the queries
             first_clear += tl.cdiv(hidden, BLOCK_N) * BLOCK_N
         last_clear = first_clear + tl.maximum(last_clear - first_clear, 0) // BLOCK_N * BLOCK_N
+        k_tiles, v_tiles = 0, 0
+        if TILES:
+            # From the first key on, to the last: what is behind it is not fetched. But for each row out of a tensor the
+            # tensor memory accelerator looks up the tensor's first address: there must be memory.
+            k_first, v_first = (
+                k_head + begin.to(tl.int64) * stride_k_token,
+                v_head + begin.to(tl.int64) * stride_v_token,
+            )
+            k_tiles = tl.make_tensor_descriptor(k_first, [length - begin, D], [stride_k_token, 1], [BLOCK_N, D_MAIN])
+            v_tiles = tl.make_tensor_descriptor(v_first, [length - begin, DV], [stride_v_token, 1], [BLOCK_N, BLOCK_DV])
         m = tl.full([BLOCK_M], float("-inf"), tl.float32)
         l = tl.zeros([BLOCK_M], tl.float32)
         acc = tl.zeros([BLOCK_M, BLOCK_DV], tl.float32)
         if WINDOW:
             acc, m, l = _keys(
-                acc, m, l, q, q_rest, position, slopes, begin, tl.minimum(first_clear, end), length, k_head, v_head,
-                k_tiles, v_tiles, table, stride_k_slot, stride_k_token, stride_v_slot, stride_v_token,
+                acc, m, l, q, q_rest, position, slopes, begin, tl.minimum(first_clear, end), length, begin,
+                k_head, v_head, k_tiles, v_tiles, table, stride_k_slot, stride_k_token, stride_v_slot, stride_v_token,
                 scale, window, softcap,
                 D, D_MAIN, D_REST, DV, BLOCK_DV, BLOCK_N, CAUSAL, WINDOW, SOFTCAP, ALIBI, True, PAGE, TILES, STAGES,
                 PRECISION,
             )  # fmt: skip
         acc, m, l = _keys(
-            acc, m, l, q, q_rest, position, slopes, first_clear, last_clear, length, k_head, v_head, k_tiles, v_tiles,
-            table, stride_k_slot, stride_k_token, stride_v_slot, stride_v_token, scale, window, softcap,
+            acc, m, l, q, q_rest, position, slopes, first_clear, last_clear, length, begin,
+            k_head, v_head, k_tiles, v_tiles, table, stride_k_slot, stride_k_token, stride_v_slot, stride_v_token,
+            scale, window, softcap,
             D, D_MAIN, D_REST, DV, BLOCK_DV, BLOCK_N, CAUSAL, WINDOW, SOFTCAP, ALIBI, False, PAGE, TILES, STAGES,
             PRECISION,
         )  # fmt: skip
         acc, m, l = _keys(
-            acc, m, l, q, q_rest, position, slopes, last_clear, end, length, k_head, v_head, k_tiles, v_tiles,
-            table, stride_k_slot, stride_k_token, stride_v_slot, stride_v_token, scale, window, softcap,
+            acc, m, l, q, q_rest, position, slopes, last_clear, end, length, begin,
+            k_head, v_head, k_tiles, v_tiles, table, stride_k_slot, stride_k_token, stride_v_slot, stride_v_token,
+            scale, window, softcap,
             D, D_MAIN, D_REST, DV, BLOCK_DV, BLOCK_N, CAUSAL, WINDOW, SOFTCAP, ALIBI, True, PAGE, TILES, STAGES,
             PRECISION,
         )  # fmt: skip

@@ -210,3 +210,24 @@ def test_reserves_of_counters_live_as_long_as_graphs(monkeypatch: pytest.MonkeyP
     assert all(any(begin <= first and last <= end for begin, end in held) for first, last in seen)
     workspace._reserves.clear()
     assert workspace._cut(device, 99, 7, 96) is None
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("window", [None, 1, 100, 500])
+@pytest.mark.parametrize("length", [8192, 8191, 8100, 8065])
+@pytest.mark.parametrize("queries", [1, 60, 200])
+def test_prefill_where_only_what_is_seen_has_memory(window: int | None, length: int, queries: int) -> None:
+    # For each row out of a tensor the tensor memory accelerator looks up the tensor's first address.
+    device, rows = "cuda:0", 2048  # of a page
+    cache = vt.empty(3, 1 << 16, 2, 2, 128, dtype=torch.float16, device=device)
+    first = 0 if window is None else (length - queries - window + 1) // rows * rows
+    cache[1, first:8192].normal_()
+    k, v = cache.plain().unbind(2)
+    q = torch.randn(queries, 4, 128, device=device, dtype=torch.float16)
+    rows_of, lens, slots = (torch.tensor(x, dtype=torch.int32, device=device) for x in ([0, queries], [length], [1]))
+    found = prefill_attention(q, k, v, rows_of, lens, slots, window=window)
+    torch.cuda.synchronize()
+    whole = torch.zeros(2, 1, 8192, 2, 128, device=device, dtype=torch.float16)
+    whole[0, 0, first:], whole[1, 0, first:] = k[1, first:8192], v[1, first:8192]
+    expected, _ = attend(check_attention(q, *whole, lens, None, rows_of, window=window))
+    torch.testing.assert_close(found, expected, atol=2e-3, rtol=2e-2)
