@@ -16,11 +16,12 @@ from torch._subclasses import FakeTensorMode
 import vtensor as vt
 from tests.kernels.attention_cases import Case, Inputs, assert_right, make
 from vtensor.attention_backends import backend as backend_module
-from vtensor.attention_backends import flash_attention3, table
+from vtensor.attention_backends import dispatch, flash_attention3, table
 from vtensor.attention_backends.backend import Backend, why_no_module, with_sinks
 from vtensor.attention_backends.choose import BACKENDS, FAMILIES, choose
 from vtensor.attention_backends.groups import Group, GroupBackend, plan_groups
 from vtensor.attention_backends.support import Support, needed_features
+from vtensor.triton_kernels import prefill_attention
 from vtensor.triton_kernels.arguments import AttentionArguments, check_attention
 from vtensor.triton_kernels.reference import attend
 
@@ -581,3 +582,26 @@ def test_right_on_a_gpu(name: str, dtype: torch.dtype, case: Case, gpu: str) -> 
     if backend.overread_tokens(call):  # what it reads beside a sequence must hold numbers
         inputs = replace(inputs, k=inputs.k.nan_to_num(), v=inputs.v.nan_to_num())
     assert_near(run(inputs, name), inputs)
+
+
+@pytest.mark.gpu
+def test_a_choice_is_made_once_for_calls_of_a_kind(gpu: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    made: list[int] = []
+
+    def noting(name: str, call: AttentionArguments, **options: Any) -> Backend:
+        made.append(call.q.shape[0])
+        return choose(name, call, **options)
+
+    monkeypatch.setattr(dispatch, "choose", noting)
+    monkeypatch.setattr(dispatch, "_kinds", {})
+    inputs = make(Case((8, 2), 128, lens=(500, 600), queries=(400, 400), dtype=torch.bfloat16), gpu)
+    for counts in ((1, 1), (2, 1), (400, 400), (300, 400), (1, 1)):
+        ends = torch.tensor([0, counts[0], sum(counts)], dtype=torch.int32, device=gpu)
+        some = replace(inputs, q=inputs.q[: sum(counts)], cu_seqlens=ends)
+        out = vt.attention(some.q, some.k, some.v, some.seq_lens, some.batch_idx, ends)
+        assert isinstance(out, torch.Tensor)
+        expected = prefill_attention(some.q, some.k, some.v, ends, some.seq_lens, some.batch_idx)
+        torch.testing.assert_close(out, expected, atol=2e-2, rtol=2e-2)
+    assert made == [2, 800]  # the table tells a few queries from many
+    with pytest.raises(ValueError, match="window"):
+        vt.attention(inputs.q, inputs.k, inputs.v, inputs.seq_lens, None, inputs.cu_seqlens, window=0)

@@ -8,6 +8,7 @@ import torch
 
 from vtensor.attention_backends.backend import Backend, CannotRunError
 from vtensor.attention_backends.choose import choose, refusal
+from vtensor.attention_backends.table import shape_class
 from vtensor.triton_kernels.arguments import AttentionArguments, check_attention
 from vtensor.triton_kernels.attention import attend_again, decode_attention, plan_of, prefill_attention
 from vtensor.triton_kernels.signatures import attention_key
@@ -35,13 +36,15 @@ def dispatch(
     overread_tokens: int,
 ) -> _Result:
     """Check a call of `vtensor.attention`, choose a back-end, and have it done; `options` as for `attention_key`."""
-    key = kind = None
+    key = kind = whole = None
     if torch.compiler.is_compiling():
         if backend in ("auto", "triton") and (cu_seqlens is not None or causal or q.dim() == 3):
             return _with_kernels(q, k, v, seq_lens, batch_idx, cu_seqlens, causal, options, return_lse)
     elif type(backend) is str and type(overread_tokens) is int:
         key = attention_key(q, k, v, seq_lens, batch_idx, cu_seqlens, causal, options, return_lse, None)
-        kind = _kinds.get((key, backend, overread_tokens))
+        if key is not None:  # in which the number of ragged queries does not count, and for the table it does
+            whole = key, backend, overread_tokens, shape_class(q, seq_lens.shape[0])
+            kind = _kinds.get(whole)
         plan = plan_of(key) if kind is not None and kind[0].name == "triton" else None
         if plan is not None:
             return attend_again(plan, q, k, v, seq_lens, batch_idx, cu_seqlens, causal, options, return_lse)
@@ -63,10 +66,10 @@ def dispatch(
         chosen = choose(backend, call, return_lse=return_lse, overread_tokens=overread_tokens)
         # Those that read lengths are refused in a capture, and so others are chosen there.
         is_settled = q.is_cuda and not chosen.reads_lengths(call) and not torch.cuda.is_current_stream_capturing()
-        if key is not None and is_settled:
+        if whole is not None and is_settled:
             if len(_kinds) >= _MOST_KINDS:
                 _kinds.clear()
-            _kinds[key, backend, overread_tokens] = chosen, call.scale, call.window, call.softcap
+            _kinds[whole] = chosen, call.scale, call.window, call.softcap
     if chosen.name == "triton" and (cu_seqlens is not None or causal):
         # as a user calls them, so that they remember the call
         return _with_kernels(q, k, v, seq_lens, batch_idx, cu_seqlens, causal, options, return_lse)
