@@ -46,7 +46,7 @@ def decode_tuning(block_m: int, head_bytes: int, items: float) -> DecodeTuning:
     if head_bytes > 512:
         return DecodeTuning(64, 8, 2, 1, merges_apart=items <= 0.25)
     if items <= 1:
-        return DecodeTuning(128, 8, 3, 1, merged=8, merges_apart=items <= 0.5)
+        return DecodeTuning(128, 8, 3, 1, merged=8, merges_apart=items <= 0.25)
     return DecodeTuning(64, 4, 3, 2, merged=8)
 
 

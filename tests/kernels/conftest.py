@@ -29,7 +29,8 @@ def _kernel_modules() -> tuple[Any, ...]:
 
 @pytest.fixture(autouse=True)
 def _interpreted(request: pytest.FixtureRequest) -> Iterator[None]:
-    if request.node.get_closest_marker("gpu") or sys.platform != "linux":  # there is no Triton elsewhere
+    is_native = request.node.get_closest_marker("gpu") or request.node.get_closest_marker("native")
+    if is_native or sys.platform != "linux":  # there is no Triton elsewhere
         yield
         return
     from triton.runtime.interpreter import InterpretedFunction

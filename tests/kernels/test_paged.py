@@ -12,6 +12,7 @@ from tests.kernels.attention_cases import by_device
 from vtensor.bench.paged import PagedCache, paged_decode, paged_prefill
 from vtensor.triton_kernels.arguments import check_attention
 from vtensor.triton_kernels.attention import decode_attention, prefill_attention
+from vtensor.triton_kernels.hopper import HopperPlan
 from vtensor.triton_kernels.reference import attend
 
 FP16, BF16, FP32 = torch.float16, torch.bfloat16, torch.float32
@@ -125,7 +126,10 @@ def test_decode(device: str, case: Case) -> None:
         for features, padding in (((), False), (("window",), True), (ALL, False))
     ],
 )
-def test_prefill(device: str, case: Case) -> None:
+def test_prefill(device: str, case: Case, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(HopperPlan, "suits", staticmethod(lambda call: False))  # that kernel reads no pages
+    monkeypatch.setattr("vtensor.triton_kernels.attention._checked", {})
+    monkeypatch.setattr("vtensor.triton_kernels.library._plans", {})
     given = make(case, device)
     rows = torch.arange(len(case.lens) + 1, dtype=torch.int32, device=device) * case.queries
     q, options = given.q.flatten(0, 1), {**given.options, "return_lse": True}
