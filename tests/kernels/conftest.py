@@ -29,8 +29,7 @@ def _kernel_modules() -> tuple[Any, ...]:
 
 @pytest.fixture(autouse=True)
 def _interpreted(request: pytest.FixtureRequest) -> Iterator[None]:
-    is_native = request.node.get_closest_marker("gpu") or request.node.get_closest_marker("native")
-    if is_native or sys.platform != "linux":  # there is no Triton elsewhere
+    if request.node.get_closest_marker("gpu") or sys.platform != "linux":  # there is no Triton elsewhere
         yield
         return
     from triton.runtime.interpreter import InterpretedFunction
