@@ -3,7 +3,8 @@
 Importing this makes ``model.set_attn_implementation("vtensor")`` known.
 """
 
+from vtensor.integrations.adoption import install, uninstall
 from vtensor.integrations.virtual_cache import VirtualCache
 from vtensor.integrations.virtual_layer import VirtualLayer
 
-__all__ = ["VirtualCache", "VirtualLayer"]
+__all__ = ["VirtualCache", "VirtualLayer", "install", "uninstall"]
