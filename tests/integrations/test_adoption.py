@@ -104,11 +104,13 @@ def test_longer_than_the_model_says(made: list[Any]) -> None:
 
 def test_an_assistant_is_served_too(made: list[Any]) -> None:
     model, assistant = shared_model("gemma3, windows"), make_model("mistral, window", num_hidden_layers=1)
+    assistant.generation_config.num_assistant_tokens = 45
+    assistant.generation_config.assistant_confidence_threshold = 0
     inputs = make_inputs(batch=1, length=20)
-    options = {"max_new_tokens": 30, "eos_token_id": 2}
+    options = {"max_new_tokens": 50, "eos_token_id": 2}
     expected = generate(model, inputs, **options)
     install()
-    found = generate(model, inputs, assistant_model=assistant, num_assistant_tokens=12, **options)
+    found = generate(model, inputs, assistant_model=assistant, **options)
     assert torch.equal(found, expected)
     assert len(made) >= 1
 

@@ -102,6 +102,33 @@ def test_padding_where_a_slot_is_no_whole_number_of_rows(layout: str, kernel_cal
     assert len(kernel_calls) == 6 * 3
 
 
+@pytest.mark.parametrize(
+    ("slot_rows", "value_slot_rows", "by_kernels"), [(64, 64, True), (64, 96, False)], ids=["alike", "apart"]
+)
+@torch.no_grad()
+def test_padding_where_k_and_v_lie_apart(
+    slot_rows: int, value_slot_rows: int, by_kernels: bool, kernel_calls: list[Any]
+) -> None:
+    # As in layout="per_layer" with V of another width, whose slots may be longer, to a whole page group.
+    generator = torch.Generator().manual_seed(3)
+    key = torch.randn(2, slot_rows, 2, 48, generator=generator)[:, :64]
+    value = torch.randn(2, value_slot_rows, 2, 16, generator=generator)[:, :64]
+    query = torch.randn(2, 4, 3, 48, generator=generator)
+    padding = torch.ones(2, 20, dtype=torch.bool)
+    padding[1, :6] = False
+    keys, values = (states[:, :20].transpose(1, 2) for states in (key, value))
+    seq_lens = torch.full((2,), 20, dtype=torch.int32)
+    module = torch.nn.Module()
+    module.num_key_value_groups = 2
+    given = mask(**TestMasks().options(3, 20, attention_mask=padding))
+    expected, _ = attention(module, query, keys, values, given)
+    assert not kernel_calls
+    keys = attention_function.tag(keys, attention_function.Held(key, value, seq_lens, 20))
+    found, _ = attention(module, query, keys, values, given)
+    assert_close(found, expected)
+    assert bool(kernel_calls) == by_kernels
+
+
 @torch.no_grad()
 def test_padding_in_a_slot_that_is_nearly_full(kernel_calls: list[Any]) -> None:
     model, inputs = shared_model("llama", "vtensor"), make_inputs()
@@ -137,9 +164,10 @@ def test_a_mask_that_another_device_got_a_copy_of() -> None:
     assert_close(found, logits("gemma3, windows", None, **inputs), inputs["attention_mask"].bool())
 
 
+@pytest.mark.parametrize("padded", [False, True], ids=["", "padded"])
 @pytest.mark.parametrize("family", ["llama", *WITH_WINDOWS])
-def test_gradients_are_computed_in_torch(family: str, kernel_calls: list[Any]) -> None:
-    inputs = make_inputs(length=13)
+def test_gradients_are_computed_in_torch(family: str, padded: bool, kernel_calls: list[Any]) -> None:
+    inputs = make_inputs(length=13, padded=padded)
     gradients = []
     for name in (None, "vtensor"):
         model = make_model(family, attention=name)
@@ -245,13 +273,19 @@ class TestMasks:
             "chunks": utils.chunked_causal_mask_function(4, torch.zeros(2, dtype=torch.long)),
             "own": lambda batch, head, query, key: key <= query,
             "or": utils.or_masks(self.window(4), utils.causal_mask_function),
-            "and": utils.and_masks(self.window(4), utils.sliding_window_overlay(3)),
+            "and": utils.and_masks(utils.sliding_window_overlay(3), lambda batch, head, query, key: key != 2),
         }[kind]
         options = self.options(3, 9, mask_function=function, allow_is_causal_skip=False)
         found = mask(**options)
         assert found is not None
         assert found.shape == (2, 1, 3, 9)
         assert torch.equal(found, utils.sdpa_mask(**options))
+
+    def test_keys_behind_the_last_query(self) -> None:
+        found = mask(**{**self.options(3, 9), "kv_length": 12})
+        assert found is not None
+        assert found.shape == (2, 1, 3, 12)
+        assert not found[..., 9:].any()
 
     def test_a_mask_of_two_dimensions_that_is_not_ours(self) -> None:
         states = torch.zeros(2, 2, 5, 16)

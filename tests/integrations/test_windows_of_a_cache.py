@@ -121,6 +121,20 @@ def test_a_sequence_within_its_window_can_always_be_shortened() -> None:
         assert torch.equal(go_on(cache, 1)[0], seen(2, 3, 0))
 
 
+def test_a_cache_begins_anew_after_reset() -> None:
+    with make_cache() as cache:
+        for num_tokens in (40, 1, 1):
+            go_on(cache, num_tokens)
+        cache.reset()
+        go_on(cache, 6)
+        go_on(cache, 3)
+        cache.crop(-7)
+        assert torch.equal(go_on(cache, 1)[0], seen(2, 3, 0))
+        cache.crop(-99)
+        assert torch.equal(go_on(cache, 9)[1], seen(0, 9, 1))
+        cache.manager.check_integrity()
+
+
 def test_sequences_change_places_behind_their_windows() -> None:
     with make_cache(rollback_tokens=2) as cache:
         for num_tokens in (50, *[1] * 30):

@@ -175,8 +175,7 @@ class VirtualCache(Cache):
     def close(self) -> None:
         """Give the memory back. A second call does nothing."""
         self._closed = True
-        for layer in self.layers:
-            layer.reset()
+        self.reset()
         for group in self._groups:
             group.close()
         for pool in self._limits.pools.values():
@@ -208,8 +207,12 @@ class VirtualCache(Cache):
         if not self._closed:
             for group in self._groups:
                 group.resize(0)
-        for layer in self.layers:
-            layer.reset()
+        fresh, _ = own_layers(self._config.get_text_config(decoder=True))  # theirs keep their batch
+        for index, layer in enumerate(self.layers):
+            if isinstance(layer, VirtualLayer):
+                layer.reset()
+            else:
+                self.layers[index] = fresh[index]
 
     def crop(self, tokens_to_remove: int) -> None:
         """Remove tokens at the end: -n or 0 removes n; a positive number is the length to keep (before 5.16).
