@@ -20,6 +20,7 @@ the host, once a forward, which transformers' own attention takes as well.
 
 from __future__ import annotations
 
+import inspect
 import math
 from collections.abc import Callable
 from dataclasses import dataclass, field
@@ -33,9 +34,21 @@ from transformers.masking_utils import and_masks, causal_mask_function, sdpa_mas
 from vtensor.triton_kernels import decode_attention
 from vtensor.triton_kernels.arguments import MOST_HEAD_DIM, QUERY_DTYPES
 
-__all__ = ["NAME", "Held", "Pattern", "attention", "mask", "register", "tag"]
+__all__ = [
+    "NAME",
+    "TAKES_POSITIONS",
+    "Held",
+    "LeftPadding",
+    "Pattern",
+    "attention",
+    "left_padding",
+    "mask",
+    "register",
+    "tag",
+]
 
 NAME = "vtensor"
+TAKES_POSITIONS = "cache_position" in inspect.signature(sdpa_mask).parameters  # releases before 5.5
 _MOST_VALUE_DIM = 512
 _LARGEST_INDEX = (1 << 31) - 1
 
@@ -49,7 +62,7 @@ def register() -> None:
 # -- what the two are told ----------------------------------------------------------------------------------------
 
 
-@dataclass(frozen=True, eq=False)
+@dataclass(eq=False)
 class Held:
     """Where the K and V lie that a cache returned, of which the returned tensors show a part.
 
@@ -61,12 +74,37 @@ class Held:
         [B] int32, on their device: tokens of each sequence, the new ones included.
     num_tokens : int
         The largest of these, as known on the host.
+    was_read : bool
+        Whether kernels have attended to it.
     """
 
     key: torch.Tensor
     value: torch.Tensor
     seq_lens: torch.Tensor
     num_tokens: int
+    was_read: bool = False
+
+
+@dataclass(frozen=True, eq=False)
+class LeftPadding:
+    """Padding that is all on the left.
+
+    Attributes
+    ----------
+    starts : Tensor
+        [B] int32: the position of each sequence's first token.
+    most_start : int
+        The largest of these.
+    """
+
+    starts: torch.Tensor
+    most_start: int
+
+    def mask_of(self, num_keys: int) -> torch.Tensor:
+        """A mask [B, num_keys] that nobody has to look at."""
+        found = torch.arange(num_keys, device=self.starts.device) >= self.starts[:, None]
+        found._vtensor_padding = self  # type: ignore[attr-defined]
+        return found
 
 
 @dataclass(frozen=True, eq=False)
@@ -122,10 +160,13 @@ def mask(
         false: padding), or by [B, 0] where there is no padding. Of four, [B, 1, queries, keys], bool: any other.
     """
     if cache_position is not None:  # before 5.5 in place of the other two
-        q_length, q_offset = cache_position.shape[0], int(cache_position[0])
+        q_length = cache_position.shape[0]
+        # In a capture nobody can look; there it is a cache of ours, which has no keys behind the last query.
+        q_offset = kv_offset + kv_length - q_length if _is_capturing(cache_position) else int(cache_position[0])
     pattern = None
     window = _window_of(mask_function)
-    if window is not None and not torch.compiler.is_compiling():
+    is_known = attention_mask is None or hasattr(attention_mask, "_vtensor_padding")
+    if window is not None and (is_known or not torch.compiler.is_compiling()):
         num_keys = kv_offset + kv_length
         # A static cache has keys behind the last query, and says where that is on the device.
         if not isinstance(q_offset, torch.Tensor) and q_offset + (q_length or 0) == num_keys:
@@ -181,14 +222,25 @@ def _pattern(attention_mask: torch.Tensor | None, window: int | None, first_key:
         return Pattern(window, first_key=first_key)
     if attention_mask.dim() != 2 or attention_mask.shape[1] != num_keys:
         return None
+    padding = getattr(attention_mask, "_vtensor_padding", None) or left_padding(attention_mask)
+    if padding is None:
+        return None
+    if not padding.most_start:
+        return Pattern(window, first_key=first_key)
+    return Pattern(window, padding.starts, padding.most_start, first_key)
+
+
+def left_padding(attention_mask: torch.Tensor) -> LeftPadding | None:
+    """What a mask [B, keys] of bool masks, where that is all on the left; else None. Waits for the device."""
+    num_keys = attention_mask.shape[1]
     starts = num_keys - attention_mask.sum(-1)
     is_token = torch.arange(num_keys, device=starts.device) >= starts[:, None]
     is_left, most_start = torch.stack([(is_token == attention_mask).all().long(), starts.max()]).tolist()
-    if not is_left:
-        return None
-    if not most_start:
-        return Pattern(window, first_key=first_key)
-    return Pattern(window, starts.int(), most_start, first_key)
+    return LeftPadding(starts.int(), most_start) if is_left else None
+
+
+def _is_capturing(tensor: torch.Tensor) -> bool:
+    return tensor.device.type == "cuda" and torch.cuda.is_current_stream_capturing()
 
 
 # -- attention, once a layer --------------------------------------------------------------------------------------
@@ -311,6 +363,7 @@ def _by_kernels(
         slots, seq_lens = pattern.shifted[name]
         values = _row_by_row(values, stride * values.stride(1) // keys.stride(1), pattern.most_start)
         keys = _row_by_row(keys, stride, pattern.most_start)
+    held.was_read = True
     found = decode_attention(
         query.transpose(1, 2), keys, values, seq_lens, slots, scale=scaling, window=pattern.window, softcap=softcap,
         sinks=None if sinks is None else sinks.detach(),

@@ -81,6 +81,7 @@ class LayerGroup:
         self.manager: KVCacheManager | None = None
         self.batch_size = 0  # slots 0 .. batch - 1 are ours
         self.num_tokens = 0  # of each sequence, as of the last step
+        self.writes_in_place = False  # by the lengths on the device, behind memory that is there
         self._device = device
         self._places = {index: place for place, index in enumerate(windows)}
         self._passed_from = 0  # the largest length that a step has grown from: windows have moved up to there

@@ -8,6 +8,7 @@ from __future__ import annotations
 import copy
 import inspect
 from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
 from types import TracebackType
 from typing import Any, cast
 
@@ -201,6 +202,35 @@ class VirtualCache(Cache):
             if isinstance(failed, VirtualLayer) and not self._closed:
                 self._shorten(failed.num_tokens)
             raise
+
+    def reserve(self, num_tokens: int) -> None:
+        """See to it that there is memory for so many tokens of every sequence held, before they are written.
+
+        Raises
+        ------
+        OutOfPagesError
+            No memory; nothing has changed.
+        RequestError
+            More tokens than `max_cache_len`.
+        """
+        held = min(layer.num_tokens for layer in self._virtual_layers())
+        try:
+            for group in self._groups:
+                group.reserve(group.batch_size, num_tokens)
+        except BaseException:
+            self._shorten(held)
+            raise
+
+    @contextmanager
+    def writing_in_place(self) -> Iterator[None]:
+        """Within it updates write K and V where the lengths on the device say; `reserve` comes first."""
+        for group in self._groups:
+            group.writes_in_place = True
+        try:
+            yield
+        finally:
+            for group in self._groups:
+                group.writes_in_place = False
 
     def reset(self) -> None:
         """Forget all tokens. The page groups stay with their slots, for the next generation."""

@@ -10,6 +10,7 @@ from transformers.cache_utils import CacheLayerMixin
 from vtensor.errors import RequestError
 from vtensor.integrations.attention_function import Held, tag
 from vtensor.integrations.layer_group import LayerGroup
+from vtensor.triton_kernels import append_kv
 
 __all__ = ["VirtualLayer"]
 
@@ -33,6 +34,12 @@ class VirtualLayer(CacheLayerMixin):
         self.num_tokens = 0
         self._key: torch.Tensor | None = None  # [max_batch, max_tokens, H, D]
         self._value: torch.Tensor | None = None
+        self._held: Held | None = None  # what the last views were said to be
+
+    @property
+    def was_read_in_place(self) -> bool:
+        """Whether kernels have read what the last update returned from where it lies."""
+        return self._held is not None and self._held.was_read
 
     def lazy_initialization(self, key_states: torch.Tensor, value_states: torch.Tensor | None = None) -> None:
         """Take the layer's views from its group's manager; the first layer to do so makes it."""
@@ -69,10 +76,18 @@ class VirtualLayer(CacheLayerMixin):
         start, end = self.num_tokens, self.num_tokens + num_new
         self.group.reserve(batch, end)
         key, value = cast(torch.Tensor, self._key), cast(torch.Tensor, self._value)
-        key[:batch, start:end].copy_(key_states.transpose(1, 2))
-        value[:batch, start:end].copy_(value_states.transpose(1, 2))
+        new_keys, new_values = key_states.transpose(1, 2), value_states.transpose(1, 2)
+        if self.group.writes_in_place:
+            append_kv(new_keys, new_values, key, value, cast(torch.Tensor, self.group.seq_lens))
+        else:
+            key[:batch, start:end].copy_(new_keys)
+            value[:batch, start:end].copy_(new_values)
         self._show(batch, end, num_new)
         return self.keys, self.values
+
+    def hold(self, num_tokens: int) -> None:
+        """Hold so many tokens, which lie there: they were written by a graph, or are to be written again."""
+        self._show(self.group.batch_size, num_tokens)
 
     def _show(self, batch: int, num_tokens: int, num_new: int = 0) -> None:
         """Hold so many tokens; the views show what the new ones see."""
@@ -82,7 +97,8 @@ class VirtualLayer(CacheLayerMixin):
         self.keys = key[:batch, first:num_tokens].transpose(1, 2)
         self.values = value[:batch, first:num_tokens].transpose(1, 2)
         if group.seq_lens is not None and group.num_tokens == num_tokens:
-            tag(self.keys, Held(key, value, group.seq_lens, num_tokens))
+            self._held = Held(key, value, group.seq_lens, num_tokens)
+            tag(self.keys, self._held)
 
     def _first_key(self, num_past: int) -> int:
         """The first token that a query behind so many sees."""
@@ -114,7 +130,7 @@ class VirtualLayer(CacheLayerMixin):
     def forget(self) -> None:
         """Drop all tokens and views."""
         self.num_tokens = 0
-        self._key = self._value = None
+        self._key = self._value = self._held = None
         self.keys = self.values = None  # type: ignore[assignment]
         self.is_initialized = False
 
