@@ -91,7 +91,7 @@ FAMILIES: dict[str, tuple[str, dict[str, Any]]] = {
         "Gemma4",
         {"sliding_window": WINDOW, "head_dim": 16, "global_head_dim": 32, "layer_types": HYBRID, **PER_LAYER},
     ),
-    "mimo-v2, two numbers of heads": ("MiMoV2Flash", {"sliding_window": WINDOW}),
+    "mimo-v2, two numbers of heads": ("MiMoV2Flash", {"sliding_window": WINDOW, "head_dim": 32, "v_head_dim": 16}),
     "qwen3-next, linear attention": (
         "Qwen3Next",
         {

@@ -44,14 +44,16 @@ def forward(model: Any, cache: Any, tokens: torch.Tensor, mask: torch.Tensor) ->
     return logits
 
 
-def check(family: str, padded: bool, num_tokens: int, device: str = "cpu", **options: Any) -> None:
+def check(
+    family: str, padded: bool, num_tokens: int, device: str = "cpu", compile: bool = False, **options: Any
+) -> None:
     """As many tokens by steps and by forwards."""
     model = make_model(family, device, "vtensor") if device != "cpu" else shared_model(family, "vtensor")
     inputs = make_inputs(device, padded=padded)
     mask = inputs["attention_mask"]
     (cache, tokens), (other, _) = (prefilled(model, inputs, **options) for _ in range(2))
     with cache, other:
-        step = DecodeStep(model, cache, mask)
+        step = DecodeStep(model, cache, mask, compile=compile)
         for _ in range(num_tokens):
             mask = torch.cat([mask, torch.ones_like(mask[:, :1])], dim=1)
             found, expected = step(tokens), forward(model, other, tokens, mask)
@@ -67,14 +69,36 @@ def check(family: str, padded: bool, num_tokens: int, device: str = "cpu", **opt
 @pytest.mark.parametrize("padded", [False, True], ids=["", "padded"])
 @pytest.mark.parametrize("family", [family for family in HELD if family not in REFUSED])
 def test_the_same_as_forwards(family: str, padded: bool) -> None:
-    check(family, padded, 14, page_group_bytes=4096)
+    check(family, padded, 10, page_group_bytes=4096)
+
+
+@pytest.mark.skipif(RELEASE < (5, 5), reason="masks are then made of positions on the device")
+def test_compiled() -> None:
+    model, inputs = shared_model("gpt-oss, windows and sinks", "vtensor"), make_inputs()
+    (cache, tokens), (other, _) = (prefilled(model, inputs) for _ in range(2))
+    sizes = []
+
+    def backend(module: torch.fx.GraphModule, examples: list[torch.Tensor]) -> Any:
+        names = [str(node.target) for node in module.graph.nodes]
+        sizes.append((sum("attend" in name for name in names), sum("append_kv" in name for name in names)))
+        return module.forward
+
+    with cache, other:
+        mask = inputs["attention_mask"]
+        step, uncompiled = DecodeStep(model, cache, mask, compile={"backend": backend}), DecodeStep(model, other, mask)
+        torch.testing.assert_close(step(tokens), uncompiled(tokens))
+    torch._dynamo.reset()
+    assert [size for size in sizes if any(size)] == [(3, 3)], "all layers are in one graph"
 
 
 @pytest.mark.gpu
+@pytest.mark.parametrize("compile", [False, True], ids=["", "compiled"])
 @pytest.mark.parametrize("padded", [False, True], ids=["", "padded"])
 @pytest.mark.parametrize("family", ["llama", "gemma3, windows", "gpt-oss, windows and sinks"])
-def test_one_graph_while_the_cache_grows(family: str, padded: bool) -> None:
-    check(family, padded, 300, "cuda")
+def test_one_graph_while_the_cache_grows(family: str, padded: bool, compile: bool) -> None:
+    if compile and RELEASE < (5, 5):
+        pytest.skip("masks are then made of positions on the device")
+    check(family, padded, 300, "cuda", compile)
 
 
 @pytest.mark.parametrize("family", [family for family in HELD if family in REFUSED])

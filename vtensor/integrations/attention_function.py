@@ -22,7 +22,9 @@ from __future__ import annotations
 
 import inspect
 import math
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from contextvars import ContextVar
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -41,6 +43,7 @@ __all__ = [
     "LeftPadding",
     "Pattern",
     "attention",
+    "known",
     "left_padding",
     "mask",
     "register",
@@ -101,10 +104,8 @@ class LeftPadding:
     most_start: int
 
     def mask_of(self, num_keys: int) -> torch.Tensor:
-        """A mask [B, num_keys] that nobody has to look at."""
-        found = torch.arange(num_keys, device=self.starts.device) >= self.starts[:, None]
-        found._vtensor_padding = self  # type: ignore[attr-defined]
-        return found
+        """Its mask, [B, num_keys]."""
+        return torch.arange(num_keys, device=self.starts.device) >= self.starts[:, None]
 
 
 @dataclass(frozen=True, eq=False)
@@ -159,29 +160,39 @@ def mask(
         None: plain causal attention. Of two dimensions: a `Pattern`, carried by the padding mask [B, keys] (bool,
         false: padding), or by [B, 0] where there is no padding. Of four, [B, 1, queries, keys], bool: any other.
     """
-    if cache_position is not None:  # before 5.5 in place of the other two
-        q_length = cache_position.shape[0]
-        # In a capture nobody can look; there it is a cache of ours, which has no keys behind the last query.
-        q_offset = kv_offset + kv_length - q_length if _is_capturing(cache_position) else int(cache_position[0])
+    if not torch.compiler.is_compiling():
+        make = _mask
+    elif cache_position is not None or isinstance(q_offset, torch.Tensor):
+        make = _dense_mask  # nobody can look where a static cache is
+    elif mask_function is causal_mask_function and attention_mask is None:
+        make = _mask
+    else:
+        make = _mask_apart
+    return make(
+        batch_size, kv_length, kv_offset, mask_function, attention_mask, q_length, q_offset, cache_position, options
+    )
+
+
+def _mask(
+    batch_size: int,
+    kv_length: int,
+    kv_offset: int,
+    mask_function: Callable[..., Any],
+    attention_mask: torch.Tensor | None,
+    q_length: int | None,
+    q_offset: int | torch.Tensor,
+    cache_position: torch.Tensor | None,
+    options: dict[str, Any],
+) -> torch.Tensor | None:
     pattern = None
     window = _window_of(mask_function)
-    is_known = attention_mask is None or hasattr(attention_mask, "_vtensor_padding")
-    if window is not None and (is_known or not torch.compiler.is_compiling()):
-        num_keys = kv_offset + kv_length
-        # A static cache has keys behind the last query, and says where that is on the device.
-        if not isinstance(q_offset, torch.Tensor) and q_offset + (q_length or 0) == num_keys:
-            pattern = _pattern(attention_mask, window or None, kv_offset, num_keys)
+    num_keys = kv_offset + kv_length
+    if window is not None and _are_last(num_keys, q_length, q_offset, cache_position):
+        pattern = _pattern(attention_mask, window or None, kv_offset, num_keys)
     if pattern is None:
-        positions = {"q_length": q_length, "q_offset": q_offset}
-        if cache_position is not None:
-            positions = {"cache_position": cache_position}
-        if window is not None:
-            options["allow_is_causal_skip"] = False
-        found: torch.Tensor | None = sdpa_mask(
-            batch_size=batch_size, kv_length=kv_length, kv_offset=kv_offset, mask_function=mask_function,
-            attention_mask=attention_mask, **positions, **options,
-        )  # fmt: skip
-        return found
+        return _dense_mask(
+            batch_size, kv_length, kv_offset, mask_function, attention_mask, q_length, q_offset, cache_position, options
+        )
     if pattern.starts is not None and attention_mask is not None:
         carrier = attention_mask[:, kv_offset:]
     elif pattern.window is not None:
@@ -190,6 +201,48 @@ def mask(
         return None
     carrier._vtensor_pattern = pattern  # type: ignore[attr-defined]
     return carrier
+
+
+_disable: Any = torch.compiler.disable
+_mask_apart: Any = _disable(_mask, recursive=True)
+"""It looks into functions and tensors, which is not for torch.compile."""
+
+
+def _are_last(
+    num_keys: int, q_length: int | None, q_offset: int | torch.Tensor, cache_position: torch.Tensor | None
+) -> bool:
+    """Whether the queries are at the last keys. A static cache has more, and says where it is on the device."""
+    if cache_position is None:  # from 5.5
+        return not isinstance(q_offset, torch.Tensor) and q_offset + (q_length or 0) == num_keys
+    if cache_position.device.type == "cuda" and torch.cuda.is_current_stream_capturing():
+        return True  # nobody can look, and it is a cache of ours
+    return int(cache_position[-1]) + 1 == num_keys
+
+
+def _dense_mask(
+    batch_size: int,
+    kv_length: int,
+    kv_offset: int,
+    mask_function: Callable[..., Any],
+    attention_mask: torch.Tensor | None,
+    q_length: int | None,
+    q_offset: int | torch.Tensor,
+    cache_position: torch.Tensor | None,
+    options: dict[str, Any],
+) -> torch.Tensor | None:
+    positions = {"q_length": q_length, "q_offset": q_offset}
+    if cache_position is not None:
+        positions = {"cache_position": cache_position}
+    if torch.compiler.is_compiling() or _window_of(mask_function) is not None:
+        options = {
+            **options,
+            "allow_is_causal_skip": False,
+        }  # to attention None is what it says, not what sdpa makes of it
+    found: torch.Tensor | None = sdpa_mask(
+        batch_size=batch_size, kv_length=kv_length, kv_offset=kv_offset, mask_function=mask_function,
+        attention_mask=attention_mask, **positions, **options,
+    )  # fmt: skip
+    return found
 
 
 _AND_CODE = and_masks(causal_mask_function).__code__
@@ -222,7 +275,9 @@ def _pattern(attention_mask: torch.Tensor | None, window: int | None, first_key:
         return Pattern(window, first_key=first_key)
     if attention_mask.dim() != 2 or attention_mask.shape[1] != num_keys:
         return None
-    padding = getattr(attention_mask, "_vtensor_padding", None) or left_padding(attention_mask)
+    padding = _known_padding.get()
+    if padding is None or len(padding.starts) != len(attention_mask):
+        padding = left_padding(attention_mask)
     if padding is None:
         return None
     if not padding.most_start:
@@ -239,8 +294,17 @@ def left_padding(attention_mask: torch.Tensor) -> LeftPadding | None:
     return LeftPadding(starts.int(), most_start) if is_left else None
 
 
-def _is_capturing(tensor: torch.Tensor) -> bool:
-    return tensor.device.type == "cuda" and torch.cuda.is_current_stream_capturing()
+_known_padding: ContextVar[LeftPadding | None] = ContextVar("known_padding", default=None)
+
+
+@contextmanager
+def known(padding: LeftPadding | None) -> Iterator[None]:
+    """Within it masks of two dimensions are taken to be of this padding, and nobody looks at them."""
+    token = _known_padding.set(padding)
+    try:
+        yield
+    finally:
+        _known_padding.reset(token)
 
 
 # -- attention, once a layer --------------------------------------------------------------------------------------

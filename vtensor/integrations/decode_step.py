@@ -32,6 +32,9 @@ class DecodeStep:
         Of the model, with the prompts in it.
     attention_mask : Tensor, optional
         [B, tokens held], 0 for padding, which is all on the left. None: no padding.
+    compile : bool or dict
+        Whether to have the forward compiled, by torch.compile with these options, before it is captured. (On a CPU that
+        compiles it for each length.)
 
     Raises
     ------
@@ -57,8 +60,17 @@ class DecodeStep:
     (torch.Size([1, 1, 64]), 8)
     """
 
-    def __init__(self, model: Any, cache: VirtualCache, attention_mask: torch.Tensor | None = None) -> None:
-        self._model, self._cache = model, cache
+    def __init__(
+        self,
+        model: Any,
+        cache: VirtualCache,
+        attention_mask: torch.Tensor | None = None,
+        *,
+        compile: bool | dict[str, Any] = False,
+    ) -> None:
+        self._model, self._cache, self._call = model, cache, model
+        if compile is not False:
+            self._call = torch.compile(model.forward, **{"dynamic": False, **({} if compile is True else compile)})
         self._layers = _layers_of(cache)
         name = model.config.get_text_config(decoder=True)._attn_implementation
         if name != attention_function.NAME:
@@ -154,8 +166,8 @@ class DecodeStep:
             layer.hold(held)
         mask = None if self._padding is None else self._padding.mask_of(held + 1)
         arguments: dict[str, Any] = {"cache_position": self._places} if attention_function.TAKES_POSITIONS else {}
-        with self._cache.writing_in_place():
-            found = self._model(
+        with self._cache.writing_in_place(), attention_function.known(self._padding):
+            found = self._call(
                 input_ids=self._tokens,
                 attention_mask=mask,
                 position_ids=self._positions,
