@@ -148,6 +148,13 @@ def test_a_model_without_attention_is_left_alone(made: list[Any]) -> None:
     assert not made
 
 
+def test_without_a_cache(made: list[Any]) -> None:
+    expected = generate(shared_model(), make_inputs(), max_new_tokens=4)
+    install()
+    assert torch.equal(generate(shared_model(), make_inputs(), max_new_tokens=4, use_cache=False), expected)
+    assert not made
+
+
 def test_again_and_again() -> None:
     original = getattr(GenerationMixin, HOOK)
     for _ in range(2):

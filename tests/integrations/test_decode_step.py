@@ -11,6 +11,7 @@ transformers = pytest.importorskip("transformers", reason="the extra 'hf' is not
 
 from tests.helpers.hf_models import HELD, RELEASE, make_inputs, make_model, shared_model  # noqa: E402
 from vtensor.errors import OutOfPagesError, RequestError  # noqa: E402
+from vtensor.integrations import attention_function  # noqa: E402
 from vtensor.integrations.decode_step import DecodeStep  # noqa: E402
 from vtensor.integrations.transformers import VirtualCache  # noqa: E402
 
@@ -139,6 +140,17 @@ def test_a_shortage_changes_nothing() -> None:
             cache.crop(-1)
             step(tokens)
         cache.manager.check_integrity()
+
+
+def test_nobody_looks_at_masks(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Which in a capture nobody could."""
+    model, inputs = shared_model("gemma3, windows", "vtensor"), make_inputs()
+    cache, tokens = prefilled(model, inputs)
+    with cache:
+        step = DecodeStep(model, cache, inputs["attention_mask"])
+        monkeypatch.setattr(attention_function, "left_padding", lambda mask: pytest.fail("it looks"))
+        for _ in range(3):
+            step(tokens)
 
 
 class TestMisuse:

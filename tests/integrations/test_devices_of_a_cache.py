@@ -42,14 +42,19 @@ def test_a_manager_for_each_device(attention: str | None) -> None:
 
 def test_its_devices_share_what_the_cache_may_hold() -> None:
     with VirtualCache(
-        shared_model().config, 64, device=APART, page_group_bytes=4096, capacity_bytes=3 * 4096, lookahead_tokens=0
+        shared_model().config, 64, device=APART, page_group_bytes=4096, capacity_bytes=4 * 4096, lookahead_tokens=0
     ) as cache:
         new = torch.zeros(1, 2, 9, 16)  # 4,608 bytes in the first manager, 2,304 in the second
         for layer in range(3):
             cache.update(new, new, layer)
         assert len({manager.pool for manager in cache.managers}) == 1
         with pytest.raises(OutOfPagesError, match="holds its 9 tokens"):
-            cache.update(new, new, 0)
+            cache.update(torch.zeros(1, 2, 24, 16), torch.zeros(1, 2, 24, 16), 0)
+        for _ in range(2):
+            # 21 tokens: 3 page groups in the first manager, and then 2 in the second.
+            with pytest.raises(OutOfPagesError, match="holds its 9 tokens"):
+                cache.reserve(21)
+            assert [group.num_tokens for group in cache._groups] == [9, 9]
 
 
 def test_the_devices_are_those_of_the_model() -> None:
