@@ -10,7 +10,7 @@ import torch
 transformers = pytest.importorskip("transformers", reason="the extra 'hf' is not installed")
 
 import vtensor as vt  # noqa: E402
-from tests.integrations.test_transformers import generate, make_inputs, make_model  # noqa: E402
+from tests.helpers.hf_models import generate, make_inputs, make_model  # noqa: E402
 from vtensor.allocator.driver import get_driver  # noqa: E402
 
 
