@@ -11,8 +11,8 @@
 # %% [markdown]
 # # The KV cache of any model
 #
-# A model of Hugging Face transformers keeps keys and values of all tokens so far. `DynamicCache` copies them to a larger
-# place for each token; `StaticCache` takes the memory of the longest text at once. `VirtualCache` has the addresses of
+# A model of Hugging Face transformers keeps keys and values of all tokens so far. `DynamicCache` copies them to a
+# larger place for each token; `StaticCache` takes the memory of the longest text at once. `VirtualCache` has the addresses of
 # the longest text, and the memory of the tokens that are there. The three answer alike, token for token. What this
 # notebook says is asserted in the same cell.
 
@@ -93,8 +93,8 @@ axis.legend()
 plt.show()
 
 # %% [markdown]
-# DynamicCache holds no more than it must, but it copies all of it for each token. A VirtualCache takes whole page groups
-# (64 KiB here, 2 MiB on a GPU), and copies nothing:
+# DynamicCache holds no more than it must, but it copies all of it for each token. A VirtualCache takes whole page
+# groups (64 KiB here, 2 MiB on a GPU), and copies nothing:
 
 # %%
 num_new = 400
@@ -119,8 +119,8 @@ assert torch.equal(found, expected[:, :50])
 # %% [markdown]
 # ## A step that is captured once
 #
-# On a GPU the forward of one token becomes one CUDA graph: the host sees to it that there is memory, and replays it. The
-# same graph serves whatever length the texts grow to, as nothing in it depends on that.
+# On a GPU the forward of one token becomes one CUDA graph: the host sees to it that there is memory, and replays it.
+# The same graph serves whatever length the texts grow to, as nothing in it depends on that.
 
 # %%
 with torch.no_grad(), VirtualCache.for_model(model) as cache:
