@@ -12,9 +12,9 @@
 # # The KV cache of any model
 #
 # A model of Hugging Face transformers keeps keys and values of all tokens so far. `DynamicCache` copies them to a
-# larger place for each token; `StaticCache` takes the memory of the longest text at once. `VirtualCache` has the addresses of
-# the longest text, and the memory of the tokens that are there. The three answer alike, token for token. What this
-# notebook says is asserted in the same cell.
+# larger place for each token; `StaticCache` takes the memory of the longest text at once. `VirtualCache` has the
+# addresses of the longest text, and the memory of the tokens that are there. The three answer alike, token for token.
+# What this notebook says is asserted in the same cell.
 
 # %%
 import warnings
