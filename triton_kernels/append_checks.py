@@ -80,7 +80,7 @@ def _key(tensors: Tensors, interleaved: bool) -> Any:
     new = [
         x is None or (x.shape[0] == num_rows, x.shape[1:], x.stride(), x.dtype, x.device, type(x)) for x in (k, v, q)
     ]
-    return interleaved, num_rows <= most, *new, signature(k_cache, v_cache, *others, k_scale, v_scale)
+    return interleaved, num_rows <= most, num_rows > 1, *new, signature(k_cache, v_cache, *others, k_scale, v_scale)
 
 
 def _prepare(tensors: Tensors, interleaved: bool) -> Appending:

@@ -50,9 +50,10 @@ def decode_attention(
     """Attention of one or a few new tokens of each request.
 
     It reads the rows of k and v that a query sees, and no other, once for all query heads of a KV head: B * length *
-    Hkv * (D + Dv) elements. Repeats give the same bits. It does not wait for the device (but the
-    first call in a stream), and may be captured into a
-    CUDA graph, whose replays take the lengths that are then in `seq_lens`. It has no gradients.
+    Hkv * (D + Dv) elements. Repeats give the same bits. It does not wait for the device
+    (but where it needs more memory to work in than any call in the stream before), and may be captured into a CUDA
+    graph, whose replays take the lengths that are then in `seq_lens`. While it runs nobody may write to those. It has
+    no gradients.
 
     These rows must have memory when the kernel runs: give `plain` views of a virtual cache, after `step`, and the
     window that the cache gives memory back behind. On a CPU it is computed by Triton's interpreter where that is on
@@ -135,7 +136,8 @@ def prefill_attention(
 ) -> _Result:
     """Attention of many new tokens of each request: all of a prompt, or a chunk of it.
 
-    It takes 4 * Hq * D floating-point operations for each query and key that it sees.
+    It takes 4 * Hq * D floating-point operations for each query and key that it sees. While it runs nobody may write
+    to the lengths and indices: several parts of a program read them.
 
     Parameters
     ----------

@@ -121,7 +121,11 @@ class DecodePlan:
         if not out.numel():
             return
         with device_of(out):
-            parts = scratch(device, self._num_parts * (self._block_dv + 2))
+            number = self._num_parts * (self._block_dv + 2)
+            if self._merge is None:
+                parts = scratch(device, number, "parts")
+            else:  # for both launches, between which other threads may launch
+                parts = torch.empty(number, dtype=torch.float32, device=device)
             if self._add_up is not None:
                 ends = torch.empty(self._batch, dtype=torch.int64, device=device)
                 self._add_up(1, (ends, call.seq_lens, call.batch_idx))

@@ -322,6 +322,7 @@ def merge_kernel(
     ITEMS: tl.constexpr = NUM_KV_HEADS * NUM_M
     part_sums_ptr = part_ptr + num_part_elements
     tl.extra.cuda.gdc_launch_dependents()
+    # The lengths are older than the first kernel, all of whose programs have waited before this one is let in.
     which, row = tl.program_id(0) // BLOCK_M, tl.program_id(0) % BLOCK_M
     b, item = which // ITEMS, which % ITEMS
     all_b = tl.arange(0, BLOCK_B)

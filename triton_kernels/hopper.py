@@ -3,13 +3,14 @@
 from __future__ import annotations
 
 import math
+import warnings
 from typing import Any
 
 import torch
 import triton
 
 from vtensor.triton_kernels.arguments import AttentionArguments
-from vtensor.triton_kernels.launch import compute_capability, num_multiprocessors
+from vtensor.triton_kernels.launch import compute_capability, is_interpreted, num_multiprocessors
 from vtensor.triton_kernels.lengths import MOST_LENGTHS
 from vtensor.triton_kernels.prepared import Prepared, prepare, tensor_map
 
@@ -64,7 +65,8 @@ class HopperPlan:
         return (
             q.device.type == "cuda"
             and compute_capability(q.device) == (9, 0)
-            and triton.__version__.startswith(_PROVEN)
+            and ".".join(triton.__version__.split(".")[:2]) in _PROVEN
+            and not is_interpreted()
             and q.dtype in (torch.float16, torch.bfloat16)
             and k.dtype == q.dtype
             and k.shape == v.shape
@@ -95,7 +97,10 @@ class HopperPlan:
             self._is_usable = False
             return False
         forms = prepared.map_forms
-        maps = [self._map(i, tensors[i], addresses[i], forms[i]) for i in range(3)]  # type: ignore[arg-type]
+        try:
+            maps = [self._map(i, tensors[i], addresses[i], forms[i]) for i in range(3)]  # type: ignore[arg-type]
+        except ValueError:  # strides of q of which one row did not tell
+            return False
         programs = min(items, num_multiprocessors(out.device))
         prepared((programs, 1), out.device, addresses[3:], (num_queries, items), maps)
         return True
@@ -115,7 +120,13 @@ class HopperPlan:
             for tensor, tile in zip(tensors[:3], tiles, strict=True)
         ]
         arguments = (*described, *tensors[3:], *changing, *self._numbers)
-        compiled = hopper_prefill_kernel.warmup(*arguments, grid=(1,), num_warps=4, enable_fp_fusion=True)
+        try:
+            compiled = hopper_prefill_kernel.warmup(*arguments, grid=(1,), num_warps=4, enable_fp_fusion=True)
+        except Exception as error:  # the kernel for any GPU does it as well
+            warnings.warn(
+                f"the prefill kernel for Hopper does not compile, a slower one is used: {error}", stacklevel=2
+            )
+            return None
         addresses = [0 if isinstance(one, torch.Tensor) else one for one in arguments]
         return prepare(compiled, len(tensors), len(changing), addresses)
 
@@ -125,7 +136,9 @@ class HopperPlan:
         if found is None:
             if len(self._maps) >= _MOST_MAPS:
                 self._maps.clear()
-            found = self._maps[key] = tensor_map(address, tensor.dtype, tensor.shape, _strides(tensor), form)
+            found = self._maps[key] = tensor_map(
+                tensor.device, address, tensor.dtype, tensor.shape, _strides(tensor), form
+            )
         return found
 
 

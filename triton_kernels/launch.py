@@ -51,7 +51,7 @@ def num_multiprocessors(device: torch.device) -> int:
 
 def has_dependent_launch(device: torch.device) -> bool:
     """Whether a kernel may be launched before the one that it waits for has ended (from Hopper on)."""
-    return device.type == "cuda" and _of_gpu(device.index)[1] >= 9
+    return device.type == "cuda" and _of_gpu(device.index)[1] >= 9 and not is_interpreted()
 
 
 def compute_capability(device: torch.device) -> tuple[int, int]:

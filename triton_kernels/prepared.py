@@ -24,6 +24,7 @@ _FORMATS = {
 }  # fmt: skip
 _INVALID_CONTEXT = 201
 _MAP_BYTES = 128  # of a CUtensorMap
+_WORK, _PROFILE = -1, -2  # in place of an argument's number: what Triton adds to the arguments
 
 
 def prepare(compiled: Any, num_tensors: int, num_changing: int, arguments: Sequence[Any]) -> Prepared | None:
@@ -71,15 +72,15 @@ class Prepared:
         # for its profiler. The driver is told where each is.
         constants = [i for i in range(changing.stop, len(kinds)) if kinds[i] != "constexpr"]
         self._layout = struct.Struct(f"{len(self.pointers)}Q{num_changing}q2Q")
-        order = [*self.pointers, *changing, -1, -2, *constants]
+        order = [*self.pointers, *changing, _WORK, _PROFILE, *constants]
         self._values = (ctypes.c_uint64 * (len(order) + 1))()  # the last is 0
         for place, i in enumerate(order):
             if i in constants:
                 struct.pack_into(_FORMATS[kinds[i]], self._values, 8 * place, arguments[i])
         begin = ctypes.addressof(self._values)
         places = {i: begin + 8 * place for place, i in enumerate(order)}
-        room = (ctypes.c_uint8 * (_MAP_BYTES * len(self.maps) + 64))()
-        self._maps_at = -(-ctypes.addressof(room) // 64) * 64
+        maps = (ctypes.c_uint8 * (_MAP_BYTES * len(self.maps) + 64))()
+        self._maps_at = -(-ctypes.addressof(maps) // 64) * 64
         wanted: list[tuple[int, int]] = []  # where each parameter is, and how long
         for i, kind in enumerate(kinds):
             if i in self.maps:  # with sizes and strides, which our kernels do not look at
@@ -88,12 +89,12 @@ class Prepared:
                 wanted += [(begin + 8 * len(order), 4)] * rank + [(begin + 8 * len(order), 8)] * rank
             elif kind != "constexpr":
                 wanted.append((places[i], struct.calcsize(_FORMATS.get(kind, "Q"))))
-        wanted += [(places[-1], 8), (places[-2], 8)]
+        wanted += [(places[_WORK], 8), (places[_PROFILE], 8)]
         if [size for _, size in wanted] != _parameter_sizes(driver, self._function):
             raise LookupError("parameters of another kind")
         self._parameters = (ctypes.c_void_p * len(wanted))(*(place for place, _ in wanted))
         self._parameters_at = ctypes.addressof(self._parameters)
-        self._room = room
+        self._map_memory = maps
         self._scratch_bytes = metadata.global_scratch_size
         self._config = config = driver.CUlaunchConfig()
         config.gridDimZ = config.blockDimY = config.blockDimZ = 1
@@ -117,12 +118,12 @@ class Prepared:
         """Launch in the current stream of a device, with addresses for `pointers`, and what `tensor_map` made."""
         if not grid[0] or not grid[1]:
             return
-        room = 0
+        work = 0
         if self._scratch_bytes:
-            room = scratch(device, -(-self._scratch_bytes * grid[0] * grid[1] // 4)).data_ptr()
+            work = scratch(device, -(-self._scratch_bytes * grid[0] * grid[1] // 4), "descriptors").data_ptr()
         config = self._config
         with self._lock:
-            self._layout.pack_into(self._values, 0, *addresses, *changing, room, 0)
+            self._layout.pack_into(self._values, 0, *addresses, *changing, work, 0)
             for number, one in enumerate(maps):
                 ctypes.memmove(self._maps_at + _MAP_BYTES * number, one, _MAP_BYTES)
             config.gridDimX, config.gridDimY = grid
@@ -137,11 +138,16 @@ class Prepared:
 
 
 def tensor_map(
-    address: int, dtype: torch.dtype, shape: Sequence[int], strides: Sequence[int], form: dict[str, Any]
+    device: torch.device,
+    address: int,
+    dtype: torch.dtype,
+    shape: Sequence[int],
+    strides: Sequence[int],
+    form: dict[str, Any],
 ) -> bytes:
     """A descriptor for the tensor memory accelerator, of a form that Triton compiled a kernel for.
 
-    Of all elements out of the tensor zeros are fetched. The driver does not look whether there is memory.
+    Of all elements out of the tensor zeros are fetched. For Hopper the driver does not look whether there is memory.
 
     Raises
     ------
@@ -155,20 +161,23 @@ def tensor_map(
         torch.bfloat16: kinds.CU_TENSOR_MAP_DATA_TYPE_BFLOAT16,
         torch.float16: kinds.CU_TENSOR_MAP_DATA_TYPE_FLOAT16,
     }[dtype]
-    rank = len(shape)
-    error, found = driver.cuTensorMapEncodeTiled(
+    arguments = (
         kind,
-        rank,
+        len(shape),
         address,
         [driver.cuuint64_t(n) for n in reversed(shape)],
         [driver.cuuint64_t(n * size) for n in reversed(strides[:-1])],
         [driver.cuuint32_t(n) for n in reversed(form["block_size"])],
-        [driver.cuuint32_t(1)] * rank,
+        [driver.cuuint32_t(1)] * len(shape),
         driver.CUtensorMapInterleave.CU_TENSOR_MAP_INTERLEAVE_NONE,
         driver.CUtensorMapSwizzle(form["swizzle"]),
         driver.CUtensorMapL2promotion.CU_TENSOR_MAP_L2_PROMOTION_L2_128B,
         driver.CUtensorMapFloatOOBfill.CU_TENSOR_MAP_FLOAT_OOB_FILL_NONE,
     )
+    error, found = driver.cuTensorMapEncodeTiled(*arguments)
+    if int(error) == _INVALID_CONTEXT:
+        _make_current(driver, device.index)
+        error, found = driver.cuTensorMapEncodeTiled(*arguments)
     if int(error):
         raise ValueError(f"no descriptor for shape {list(shape)} with strides {list(strides)}: {error.name}")
     return ctypes.string_at(int(found.getPtr()), _MAP_BYTES)
@@ -177,13 +186,17 @@ def tensor_map(
 def _parameter_sizes(driver: Any, function: Any) -> list[int]:
     sizes: list[int] = []
     while True:
-        error, _, size = driver.cuFuncGetParamInfo(function, len(sizes))
+        try:
+            error, _, size = driver.cuFuncGetParamInfo(function, len(sizes))
+        except RuntimeError as missing:  # a driver before 12.4
+            raise LookupError("parameters that nobody tells of") from missing
         if int(error):
             return sizes
         sizes.append(int(size))
 
 
 def _make_current(driver: Any, index: int) -> None:
+    """Make a device's primary context that of this thread, and keep it for as long as the process lives."""
     error, context = driver.cuDevicePrimaryCtxRetain(index)
     if not int(error):
         driver.cuCtxSetCurrent(context)

@@ -1,4 +1,8 @@
-"""Signatures: what checks, choices and plans depend on, so that calls of a kind are looked at once."""
+"""Signatures: what checks, choices and plans depend on, so that calls of a kind are looked at once.
+
+By them are kept: back-ends that were chosen (`attention_backends.dispatch`), plans for calls of our functions as their
+callers make them (`attention`), and plans for operators of torch.compile, whose arguments are filled in (`library`).
+"""
 
 from __future__ import annotations
 
@@ -37,14 +41,14 @@ def attention_key(
         if type(causal) is not bool or not all(x is None or type(x) in (int, float) for x in options[:3]):
             return None
         addresses = k.data_ptr(), v.data_ptr()  # latents are one memory; descriptors want multiples of 16
-        has_grad = (q.requires_grad or k.requires_grad or v.requires_grad) and torch.is_grad_enabled()
+        has_grad = q.requires_grad or k.requires_grad or v.requires_grad or (out is not None and out.requires_grad)
         key: tuple[Any, ...] = (
             q.shape if cu_seqlens is None else q.shape[1:], q.stride(), q.dtype, q.device, type(q),
             k.shape, k.stride(), k.dtype, k.device, type(k),
             v.shape, v.stride(), v.dtype, v.device, type(v),
             seq_lens.shape, seq_lens.stride(), seq_lens.dtype, seq_lens.device,
             addresses[0] == addresses[1], (addresses[0] | addresses[1]) % 16,
-            has_grad, causal, bool(return_lse),
+            has_grad and torch.is_grad_enabled(), causal, bool(return_lse),
         )  # fmt: skip
         if batch_idx is not None or cu_seqlens is not None:
             key += (signature(batch_idx, cu_seqlens),)

@@ -1,6 +1,7 @@
 """Workspace: memory that kernels use while they run, kept from launch to launch.
 
-It is of torch's own pool, whatever pool a caller allocates in, which may give its memory back or sleep.
+It is of torch's own pool, whatever pool the caller's thread allocates in, which may give its memory back or sleep. (A
+pool for all threads, `use_allocator(threads="all")`, gets it: call the kernels once before.)
 
 Counters are zero whenever no kernel uses them, without a memset before each launch.
 
@@ -13,7 +14,6 @@ from __future__ import annotations
 
 import threading
 from collections.abc import Callable
-from concurrent.futures import ThreadPoolExecutor
 
 import torch
 
@@ -28,14 +28,15 @@ _lock = threading.Lock()
 _of_streams: dict[tuple[int, int], torch.Tensor] = {}
 _of_captures: dict[int, tuple[int, dict[int, torch.Tensor]]] = {}  # by device: the newest capture, and its streams
 _reserves: dict[int, torch.Tensor] = {}  # by device: what is left of the newest
-_scratches: dict[tuple[int, int], torch.Tensor] = {}
-_kept: list[torch.Tensor] = []  # all that there ever were: graphs use reserves for as long as they live
+_scratches: dict[tuple[int, int, str], torch.Tensor] = {}
+_kept: list[torch.Tensor] = []  # all that there ever were: kernels, and graphs, may use those that were outgrown
 
 
 def counters(device: torch.device, number: int) -> torch.Tensor:
     """So many int32 counters or more, all 0, for a launch in the current stream that leaves them at 0.
 
-    The first call in a stream, and one that needs more than any before, waits until they are. During a capture for
+    The first call in a stream, and one that needs more than any before, waits until they are, and for torch's default
+    stream. During a capture for
     which no counters are in reserve (they are made by calls outside of one), the graph zeroes some of its own each
     time.
     """
@@ -51,39 +52,49 @@ def counters(device: torch.device, number: int) -> torch.Tensor:
             number = max(1 << 12, 1 << (number - 1).bit_length())
             found = _aside(lambda: torch.zeros(number, dtype=torch.int32, device=device))
             _of_streams[device.index, stream] = found
+            _kept.append(found)
             _refill(device)
     return found
 
 
-def scratch(device: torch.device, number: int) -> torch.Tensor:
-    """So many float32 or more, of any values, until the next call in the current stream: for launches there, in order.
+def scratch(device: torch.device, number: int, purpose: str) -> torch.Tensor:
+    """So many float32 or more, of any values, for one launch in the current stream: the next one there has the same.
 
-    During a capture they are the graph's own.
+    They must not have to outlast that launch, as another thread may launch in the same stream. During a capture they
+    are the graph's own.
     """
     if device.type == "cpu" or torch.cuda.is_current_stream_capturing():
         return torch.empty(number, dtype=torch.float32, device=device)
-    stream = int(torch._C._cuda_getCurrentRawStream(device.index))
-    found = _scratches.get((device.index, stream))
+    key = device.index, int(torch._C._cuda_getCurrentRawStream(device.index)), purpose
+    found = _scratches.get(key)
     if found is None or found.numel() < number:
         with _lock:
             size = max(1 << 18, 1 << (number - 1).bit_length())
             found = _aside(lambda: torch.empty(size, dtype=torch.float32, device=device))
-            _scratches[device.index, stream] = found
-            _kept.append(found)  # smaller ones too: kernels may use them still
+            _scratches[key] = found
+            _kept.append(found)
     return found
 
 
 def _aside(make: Callable[[], torch.Tensor]) -> torch.Tensor:
     """Make a tensor in a thread of its own, where no pool of the caller's is in force, and wait for it."""
+    made: list[torch.Tensor] = []
+    failed: list[BaseException] = []
 
-    def run() -> torch.Tensor:
-        made = make()
-        if made.is_cuda:
-            torch.cuda.current_stream(made.device).synchronize()
-        return made
+    def run() -> None:
+        try:
+            made.append(make())
+            if made[0].is_cuda:
+                torch.cuda.current_stream(made[0].device).synchronize()
+        except BaseException as error:
+            failed.append(error)
 
-    with ThreadPoolExecutor(1) as pool:
-        return pool.submit(run).result()
+    thread = threading.Thread(target=run)
+    thread.start()
+    thread.join()
+    if failed:
+        raise failed[0]
+    return made[0]
 
 
 def _refill(device: torch.device) -> None:

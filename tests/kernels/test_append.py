@@ -600,6 +600,15 @@ def test_ragged_rows_are_checked_once_however_many_there_are(
         call.run(function)
         call.check()
     assert len(append_checks._launches) == 1
+    one = Call(Case([1, 0, 0], [40, 30, 20], ragged=True, q_heads=4, rotated=16), device)
+    assert one.q is not None
+    one.q = one.q.as_strided(one.q.shape, (*one.q.stride()[:1], 0, *one.q.stride()[2:]))  # of one row, as if expanded
+    one.run(function)
+    many = Call(Case([3, 1, 2], [40, 30, 20], ragged=True, q_heads=4, rotated=16), device)
+    assert many.q is not None
+    many.q = many.q[:, :1].expand(-1, 6, -1, -1)
+    with pytest.raises(ValueError, match="q has strides"):
+        many.run(function)
     call = Call(Case([3, 1, 2], [40, 30, 20], ragged=True, q_heads=4, rotated=16), device)
     assert call.v is not None
     call.v = call.v[:, :5]

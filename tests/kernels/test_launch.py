@@ -10,11 +10,12 @@ import pytest
 import torch
 
 import vtensor as vt
-from vtensor.triton_kernels import append_kv, decode_attention, launch, prefill_attention, workspace
+from vtensor.triton_kernels import append_kv, decode_attention, launch, prefill_attention, prepared, workspace
 from vtensor.triton_kernels import attention as calls
 from vtensor.triton_kernels.arguments import check_attention
 from vtensor.triton_kernels.launch import Launch, split_width
 from vtensor.triton_kernels.reference import attend
+from vtensor.triton_kernels.signatures import attention_key
 
 
 class Kernel:
@@ -71,6 +72,75 @@ def test_counters_are_shared_by_what_follows_one_another() -> None:
     assert found[0][0] == found[0][1]
     assert found[1][0] == found[1][1]
     assert len({found[0][0], found[1][0], first.data_ptr(), other.data_ptr()}) == 4
+
+
+@pytest.mark.gpu
+def test_counters_that_were_outgrown_stay() -> None:
+    device = torch.device("cuda:0")
+    with torch.cuda.stream(torch.cuda.Stream()):
+        first = workspace.counters(device, 10)
+        at, size = first.data_ptr(), 4 * first.numel()
+        del first
+        workspace.counters(device, 1 << 20)
+    others = [torch.ones(size, dtype=torch.int8, device=device) for _ in range(200)]
+    torch.cuda.synchronize()
+    assert not any(at <= one.data_ptr() < at + size for one in others)
+
+
+def test_workspaces_are_made_by_a_thread_whose_errors_are_told() -> None:
+    made = workspace._aside(lambda: torch.full((3,), threading.get_ident()))
+    assert made[0] != threading.get_ident()
+    with pytest.raises(ZeroDivisionError):
+        workspace._aside(lambda: torch.zeros(1 // 0))
+
+
+class Driver:
+    """In place of cuda-python's: a function with parameters of some sizes."""
+
+    def __init__(self, sizes: list[int] | None) -> None:
+        self.sizes = sizes
+
+    def cuFuncGetParamInfo(self, function: Any, index: int) -> tuple[int, int, int]:
+        if self.sizes is None:
+            raise RuntimeError('Function "cuFuncGetParamInfo" not found')
+        return (0, 0, self.sizes[index]) if index < len(self.sizes) else (1, 0, 0)
+
+
+def test_parameters_that_the_driver_does_not_tell_of() -> None:
+    assert prepared._parameter_sizes(Driver([8, 4, 128]), None) == [8, 4, 128]
+    with pytest.raises(LookupError):  # then Triton launches
+        prepared._parameter_sizes(Driver(None), None)
+
+
+def test_what_keys_tell_apart() -> None:
+    q, k, v = torch.zeros(2, 4, 16), torch.zeros(2, 8, 2, 16), torch.zeros(2, 8, 2, 16)
+    lens, out = torch.zeros(2, dtype=torch.int32), torch.zeros(2, 4, 16)
+
+    def key(**changes: Any) -> Any:
+        given = {"q": q, "k": k, "v": v, "seq_lens": lens, "out": out, "causal": True, "options": (None,) * 7}
+        given = {"batch_idx": None, "cu_seqlens": None, "return_lse": False, **given, **changes}
+        return attention_key(**given)
+
+    same = key(q=q.clone(), out=out.clone())
+    assert same == key()
+    others = [
+        key(out=out.clone().requires_grad_()),
+        key(out=None),
+        key(seq_lens=lens.long()),
+        key(k=k.transpose(0, 1).contiguous().transpose(0, 1)),
+        key(v=k),
+        key(options=(None, 3, *(None,) * 5)),
+        key(options=(1, *(None,) * 6)),
+        key(options=(1.0, *(None,) * 6)),
+        key(return_lse=True),
+    ]
+    assert len({same, *others}) == 10
+    assert key(q=q.clone().requires_grad_()) != same
+    with torch.no_grad():
+        assert key(q=q.clone().requires_grad_()) == same
+    assert key(causal=1) is None
+    assert key(k=None) is None
+    assert key(options=([], *(None,) * 6)) is None
 
 
 @pytest.mark.gpu
@@ -142,16 +212,43 @@ def test_kernels_are_launched_without_triton(monkeypatch: pytest.MonkeyPatch) ->
 
 
 @pytest.mark.gpu
-def test_a_thread_that_has_not_used_the_gpu() -> None:
+@pytest.mark.parametrize("queries", [1, 100])
+def test_a_thread_that_has_not_used_the_gpu(queries: int) -> None:
     q, k, v, lens = inputs_of(2, 100)
-    expected, found = decode_attention(q, k, v, lens), []
-    threads = [threading.Thread(target=lambda: found.append(decode_attention(q, k, v, lens))) for _ in range(4)]
+    rows = torch.arange(3, dtype=torch.int32, device="cuda:0") * queries
+    many = q.repeat_interleave(queries, 0)  # new addresses, for which there are no descriptors yet
+    expected, found = prefill_attention(many.clone(), k, v, rows, lens), []
+    threads = [
+        threading.Thread(target=lambda: found.append(prefill_attention(many, k, v, rows, lens))) for _ in range(4)
+    ]
     for thread in threads:
         thread.start()
     for thread in threads:
         thread.join()
     assert len(found) == 4
     assert all(torch.equal(one, expected) for one in found)
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("batch", [1, 40])
+def test_threads_share_a_stream(batch: int) -> None:
+    # few requests: two kernels, between which other threads launch
+    pairs = [inputs_of(batch, 5000) for _ in range(6)]
+    expected = [decode_attention(*one) for one in pairs]
+    wrong: list[int] = []
+
+    def work(index: int) -> None:
+        outs = [decode_attention(*pairs[index]) for _ in range(200)]
+        torch.cuda.synchronize()
+        if not all(torch.equal(out, expected[index]) for out in outs):
+            wrong.append(index)
+
+    threads = [threading.Thread(target=work, args=(index,)) for index in range(len(pairs))]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join()
+    assert not wrong
 
 
 @pytest.mark.gpu
@@ -226,7 +323,7 @@ def test_a_callers_pool_gets_nothing_that_stays() -> None:
     stream.synchronize()
     torch.testing.assert_close(out, right(q, k, v, lens), **CLOSE)
     key = (0, stream.cuda_stream)
-    kept = [workspace._of_streams[key], workspace._scratches[key]]
+    kept = [workspace._of_streams[key], workspace._scratches[*key, "parts"]]
     segments = [(one["address"], one["address"] + one["total_size"]) for one in pool.snapshot()]
     assert segments  # the output
     assert not any(begin <= one.data_ptr() < end for one in kept for begin, end in segments)
