@@ -17,7 +17,8 @@ _SKIPPED = (
     *("vtensor.eager", "vtensor.factory", "vtensor.tensor", "vtensor.traced", "vtensor.region", "vtensor.effects"),
     *("vtensor.watched", "vtensor.access", "vtensor.growth", "vtensor.copies"),
     *("vtensor.indexing", "vtensor.footprint", "vtensor.pools", "vtensor.streams", "vtensor.interrupts"),
-    "vtensor.allocator",
+    *("vtensor.allocator", "vtensor.kvcache"),
+    *("vtensor.integrations.module", "vtensor.integrations.module_layers", "vtensor.integrations.layer_rows"),
 )
 _has_told = False
 
