@@ -35,6 +35,7 @@ BENCHMARKS = {
     "alloc": "torch's allocations on our pages beside its own allocators: one by one, and in training.",
     "tensor": "Virtual tensors beside torch's own: operations, creation, first touches, growth, reads of zeros.",
     "kernels": "Attention kernels over the contiguous cache beside other libraries': decode, prefill, appending.",
+    "hf": "Decode and prefill of transformers models over its caches and over ours: eager, compiled, in CUDA graphs.",
 }
 
 
@@ -221,8 +222,40 @@ def kernels(
     run(benchmark(device or fastest_device(), small=small, rounds=rounds, only=only, long=long), output)
 
 
+@bench_app.command(help=BENCHMARKS["hf"])
+@_sentence_on_error
+def hf(
+    device: Device = None,
+    small: Small = False,
+    rounds: Rounds = None,
+    model: Annotated[
+        Literal["8b", "0.6b", "all"], typer.Option(help="Of this shape: Llama-3-8B's, Qwen3-0.6B's, both.")
+    ] = "8b",
+    only: Annotated[
+        list[str] | None, typer.Option(help="A case: 1x512, 8x8k, 1x64k; may be given several times. Default: all.")
+    ] = None,
+    compile: Annotated[
+        bool, typer.Option("--compile/--no-compile", help="Contenders that are compiled, which takes minutes.")
+    ] = True,
+    long: Annotated[bool, typer.Option("--long", help="StaticCache compiled for 16,384 tokens as well.")] = False,
+    output: Output = None,
+    debug: Debug = False,
+) -> None:
+    """Measure transformers models."""
+    from vtensor.bench.hf import benchmarks, run
+    from vtensor.devices import fastest_device
+
+    device = device or fastest_device()
+    run(
+        benchmarks(device, small=small, rounds=rounds, model=model, only=only or (), compile=compile, long=long),
+        output,
+    )
+
+
+_OWN_OPTIONS = {"kernels", "hf"}
+
 for _name, _summary in BENCHMARKS.items():
-    if _name != "kernels":  # it has options of its own
+    if _name not in _OWN_OPTIONS:
         _add_benchmark(_name, _summary)
 
 
