@@ -165,12 +165,17 @@ class TestMisuse:
             DecodeStep(model, cache)
 
     @pytest.mark.parametrize(
-        "mask", [torch.ones(2, 8), torch.tensor([[1, 0, 1, 1, 1, 1, 1, 1, 1]] * 2)], ids=["short", "holes"]
+        ("mask", "told"),
+        [
+            (torch.ones(2, 8), r"must be \[2, 9\]"),
+            (torch.tensor([[1, 0, 1, 1, 1, 1, 1, 1, 1]] * 2), "all on the left"),
+        ],
+        ids=["short", "holes"],
     )
-    def test_masks(self, mask: torch.Tensor) -> None:
+    def test_masks(self, mask: torch.Tensor, told: str) -> None:
         model = shared_model("llama", "vtensor")
         cache, _ = prefilled(model, make_inputs(padded=False))
-        with cache, pytest.raises(RequestError, match=r"must be \[2, 9\]"):
+        with cache, pytest.raises(RequestError, match=told):
             DecodeStep(model, cache, mask)
 
     def test_another_batch(self) -> None:
@@ -178,8 +183,8 @@ class TestMisuse:
         cache, tokens = prefilled(model, make_inputs(padded=False))
         with cache:
             step = DecodeStep(model, cache)
-            with pytest.raises(RequestError, match="the step is for 2"):
+            with pytest.raises(RequestError, match=r"it must be \[2, 1\]"):
                 step(tokens[:1])
             cache.batch_select_indices(torch.tensor([0]))
-            with pytest.raises(RequestError, match="a cache of 1 sequences"):
+            with pytest.raises(RequestError, match="changed places"):
                 step(tokens)

@@ -50,11 +50,13 @@ def test_its_devices_share_what_the_cache_may_hold() -> None:
         assert len({manager.pool for manager in cache.managers}) == 1
         with pytest.raises(OutOfPagesError, match="holds its 9 tokens"):
             cache.update(torch.zeros(1, 2, 24, 16), torch.zeros(1, 2, 24, 16), 0)
+        for layer in range(3):
+            cache.update(new[:, :, :7], new[:, :, :7], layer)
         for _ in range(2):
-            # 21 tokens: 3 page groups in the first manager, and then 2 in the second.
-            with pytest.raises(OutOfPagesError, match="holds its 9 tokens"):
-                cache.reserve(21)
-            assert [group.num_tokens for group in cache._groups] == [9, 9]
+            # 17 tokens: 3 page groups in the first manager, and then 2 in the second.
+            with pytest.raises(OutOfPagesError, match="holds its 16 tokens"):
+                cache.begin_step()
+            assert [group.num_tokens for group in cache._groups] == [16, 16]
 
 
 def test_the_devices_are_those_of_the_model() -> None:

@@ -43,7 +43,8 @@ class DecodeStep:
 
     Notes
     -----
-    As long as it is used, sequences must neither be added nor change places. They may be shortened.
+    As long as it is used, sequences may be shortened. After `reset`, and where they have changed places, it takes a new
+    one, and says so.
 
     Examples
     --------
@@ -78,23 +79,27 @@ class DecodeStep:
                 f"the model's attention is {name!r}; call model.set_attn_implementation('vtensor') first"
             )
         group = self._layers[0].group
+        self._changes = group.changes
         self._batch, held = group.batch_size, self._layers[0].num_tokens
         device = self._layers[0].device
         self._padding: attention_function.LeftPadding | None = None
-        starts = torch.zeros(self._batch, dtype=torch.int32, device=device)
+        with torch.inference_mode(False):  # calls may be in any mode
+            starts = torch.zeros(self._batch, dtype=torch.int32, device=device)
+            self._tokens = torch.zeros(self._batch, 1, dtype=torch.long, device=device)
+            self._positions = torch.zeros(self._batch, 1, dtype=torch.long, device=device)  # without padding
+            self._places = torch.zeros(1, dtype=torch.long, device=device)  # the same with padding
         if attention_mask is not None:
             padding = attention_function.left_padding(attention_mask.to(device).bool())
-            if padding is None or attention_mask.shape != (self._batch, held):
+            if attention_mask.shape != (self._batch, held):
                 raise RequestError(
-                    f"attention_mask of shape {list(attention_mask.shape)} must be [{self._batch}, {held}], one value "
-                    "for each token held, with all zeros before all ones"
+                    f"attention_mask has shape {list(attention_mask.shape)}; it must be [{self._batch}, {held}], one "
+                    "value for each token held"
                 )
+            if padding is None:
+                raise RequestError("attention_mask has zeros behind ones: padding must be all on the left")
             if padding.most_start:
                 self._padding, starts = padding, padding.starts
         self._starts = starts
-        self._tokens = torch.zeros(self._batch, 1, dtype=torch.long, device=device)
-        self._positions = torch.zeros(self._batch, 1, dtype=torch.long, device=device)  # of the tokens, without padding
-        self._places = torch.zeros(1, dtype=torch.long, device=device)  # the same with padding
         self._graph: torch.cuda.CUDAGraph | None = None
         self._logits: torch.Tensor | None = None
 
@@ -119,17 +124,38 @@ class DecodeStep:
         RequestError
             Tokens of another batch, or more of them than `max_cache_len`.
         """
-        held, batch = self._layers[0].num_tokens, self._layers[0].group.batch_size
-        if tokens.numel() != self._batch or batch != self._batch:
-            raise RequestError(
-                f"tokens of shape {list(tokens.shape)}, a cache of {batch} sequences: the step is for {self._batch}"
-            )
-        self._cache.reserve(held + 1)
+        group = self._layers[0].group
+        if group.changes != self._changes or group.batch_size != self._batch:
+            raise RequestError("the cache was reset, or its sequences have changed places: make a new DecodeStep")
+        if tokens.numel() != self._batch:
+            raise RequestError(f"tokens has shape {list(tokens.shape)}; it must be [{self._batch}, 1], one a sequence")
+        if tokens.dtype.is_floating_point or tokens.dtype.is_complex or tokens.dtype == torch.bool:
+            raise RequestError(f"tokens has dtype {tokens.dtype}; they must be integers")
+        self._check_padding(self._layers[0].num_tokens)
+        held = self._cache.begin_step()
         try:
             return self._run(tokens, held)
         except BaseException:
-            self._cache.crop(held - self._layers[0].num_tokens)
+            self._cache.end_step(held)
             raise
+
+    def _check_padding(self, held: int) -> None:
+        if self._padding is None:
+            return
+        most_start, limit = self._padding.most_start, self._cache.max_cache_len
+        if held + 1 + most_start > limit:
+            raise RequestError(
+                f"{held + 1:,} tokens, of which {most_start:,} are padding, need addresses for "
+                f"{held + 1 + most_start:,}: make the VirtualCache with that max_cache_len or more, which is {limit:,} "
+                "(it costs addresses only)"
+            )
+        if held < most_start:
+            raise RequestError(
+                f"the cache was cropped to {held} tokens, into its padding of up to {most_start}: make a new DecodeStep"
+            )
+
+    def __deepcopy__(self, memo: dict[int, Any]) -> DecodeStep:
+        raise RequestError("a DecodeStep is captured over one cache: copy that, and make another step for the copy")
 
     def _run(self, tokens: torch.Tensor, held: int) -> torch.Tensor:
         self._tokens.copy_(tokens.reshape(-1, 1))
@@ -192,8 +218,10 @@ def _layers_of(cache: VirtualCache) -> list[VirtualLayer]:
     )
     if others:
         raise RequestError(f"the cache has layers that are not attention ({', '.join(others)}); call the model instead")
-    if not layers[0].num_tokens or len({layer.num_tokens for layer in layers}) > 1:
+    if not layers[0].num_tokens:
         raise RequestError("the cache holds no prompt: call the model with it first")
+    if len({layer.num_tokens for layer in layers}) > 1:
+        raise RequestError("the cache's layers hold different numbers of tokens, after a forward that failed: crop it")
     if len({layer.device for layer in layers}) > 1:
         raise RequestError("the cache's layers are on several devices, which one CUDA graph does not reach")
     return layers

@@ -2,16 +2,22 @@
 
 from __future__ import annotations
 
+import threading
 from collections.abc import Callable, Sequence
 from typing import Any
+from weakref import WeakKeyDictionary
 
 import torch
 
-from vtensor.integrations.attention_function import NAME
+from vtensor.integrations.attention_function import NAME, left_padding
 from vtensor.integrations.decode_step import DecodeStep
 from vtensor.integrations.virtual_cache import VirtualCache
 
 __all__ = ["generate"]
+
+_lock = threading.Lock()
+_borrowed: WeakKeyDictionary[Any, tuple[int, str]] = WeakKeyDictionary()
+"""Models whose attention is ours for a while: for how many generations, and what it was before."""
 
 _TOKENS_BETWEEN_LOOKS = 16  # of whether all sequences have ended: a look waits for the device
 
@@ -65,7 +71,8 @@ def generate(
     Raises
     ------
     ValueError
-        `max_new_tokens` or `chunk_tokens` below 1, or a cache that is not empty.
+        `max_new_tokens` or `chunk_tokens` below 1, no prompt, padding that is not on the left, a cache that is not
+        empty, or a `choose` that returns something else.
     OutOfPagesError
         No memory for further tokens; `cache` holds those before.
 
@@ -78,14 +85,23 @@ def generate(
     >>> generate(model, tokens, mask, max_new_tokens=5).shape
     torch.Size([2, 8])
     """
-    for name, value in (("max_new_tokens", max_new_tokens), ("chunk_tokens", chunk_tokens or 1)):
+    given = {"max_new_tokens": max_new_tokens, **({} if chunk_tokens is None else {"chunk_tokens": chunk_tokens})}
+    for name, value in given.items():
         if isinstance(value, bool) or not isinstance(value, int) or value < 1:
             raise ValueError(f"{name}={value!r} must be a positive integer")
+    if input_ids.dim() != 2 or not input_ids.numel():
+        raise ValueError(f"input_ids has shape {list(input_ids.shape)}; it must be [B, n], of at least one token each")
+    if attention_mask is not None and (
+        attention_mask.shape != input_ids.shape or left_padding(attention_mask.bool()) is None
+    ):
+        raise ValueError(
+            f"attention_mask must be of input_ids' shape, {list(input_ids.shape)}, with all zeros of a row before all "
+            f"ones; its shape is {list(attention_mask.shape)}"
+        )
     if cache is not None and cache.get_seq_length():
         raise ValueError(f"cache holds {cache.get_seq_length()} tokens: it must be empty, by reset()")
     own = VirtualCache.for_model(model) if cache is None else cache
-    attention = model.config.get_text_config(decoder=True)._attn_implementation
-    model.set_attn_implementation(NAME)
+    _borrow_attention(model)
     try:
         ends = torch.tensor([] if eos_token_id is None else eos_token_id, device=input_ids.device).reshape(-1)
         logits = _prefill(model, own, input_ids, attention_mask, chunk_tokens or input_ids.shape[1])
@@ -93,7 +109,9 @@ def generate(
         step: DecodeStep | None = None
         while True:
             tokens = logits[:, -1].argmax(-1) if choose is None else choose(logits[:, -1])
-            tokens = torch.where(has_ended, pad_token_id, tokens.to(has_ended.device))
+            if tokens.numel() != len(input_ids):
+                raise ValueError(f"choose returned shape {list(tokens.shape)}; it must be [{len(input_ids)}]")
+            tokens = torch.where(has_ended, pad_token_id, tokens.reshape(-1).to(has_ended.device))
             found.append(tokens)
             has_ended = has_ended | torch.isin(tokens, ends)
             is_time = len(ends) and len(found) % _TOKENS_BETWEEN_LOOKS == 0
@@ -102,7 +120,7 @@ def generate(
             step = step or DecodeStep(model, own, attention_mask, compile=compile)
             logits = step(tokens)
     finally:
-        model.set_attn_implementation(attention)
+        _return_attention(model)
         if cache is None:
             own.close()
     new = torch.stack(found, dim=1)
@@ -110,6 +128,24 @@ def generate(
         lengths = torch.where(torch.isin(new, ends).any(1), torch.isin(new, ends).int().argmax(1) + 1, new.shape[1])
         new = new[:, : int(lengths.max())]
     return torch.cat([input_ids, new.to(input_ids.dtype)], dim=1)
+
+
+def _borrow_attention(model: Any) -> None:
+    """Have a model's attention computed by our kernels until the last who borrowed it returns it."""
+    with _lock:
+        count, before = _borrowed.get(model) or (0, model.config.get_text_config(decoder=True)._attn_implementation)
+        if not count:
+            model.set_attn_implementation(NAME)
+        _borrowed[model] = count + 1, before
+
+
+def _return_attention(model: Any) -> None:
+    with _lock:
+        count, before = _borrowed.pop(model)
+        if count > 1:
+            _borrowed[model] = count - 1, before
+        else:
+            model.set_attn_implementation(before)
 
 
 def _prefill(

@@ -82,12 +82,16 @@ class LayerGroup:
         self.batch_size = 0  # slots 0 .. batch - 1 are ours
         self.num_tokens = 0  # of each sequence, as of the last step
         self.writes_in_place = False  # by the lengths on the device, behind memory that is there
+        self.changes = 0  # how often all sequences were dropped, or some changed places
         self._device = device
         self._places = {index: place for place, index in enumerate(windows)}
         self._passed_from = 0  # the largest length that a step has grown from: windows have moved up to there
         self._lengths: torch.Tensor | None = None  # [max_batch] int32 on the device: num_tokens
         self.seq_lens: torch.Tensor | None = None  # the first batch_size of them
         self._closed = False
+
+    def __deepcopy__(self, memo: dict[int, Any]) -> LayerGroup:
+        raise RequestError("layers of a VirtualCache are copied with it: copy.deepcopy(cache)")
 
     def start(self, index: int, keys: torch.Tensor, values: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
         """K and V of a layer, each [slots, max_cache_len, heads, width], for states [B, H, n, D]; makes the manager.
@@ -102,7 +106,7 @@ class LayerGroup:
         if keys.shape[:3] != values.shape[:3] or keys.dtype != values.dtype:
             raise RequestError(
                 f"layer {index} gives K of shape {tuple(keys.shape)} {keys.dtype} and V of {tuple(values.shape)} "
-                f"{values.dtype}; they must be alike but for their width"
+                f"{values.dtype}; they must be alike but for their width (under torch.autocast they may not be)"
             )
         if self.manager is None:
             self._make_manager(keys, values)
@@ -219,6 +223,7 @@ class LayerGroup:
                 raise RequestError("slots of this cache's manager were taken by somebody else")
             self.batch_size += 1
         if not batch:
+            self.changes += 1
             self._passed_from = 0
             self._hold(0)
         assert self._lengths is not None

@@ -121,6 +121,10 @@ class _LayerCache(nn.Module):
         """
         layers = self._layers
         layers.check_open()
+        if q.dim() == 4 and q.shape[2] > self.size > 0:
+            raise RequestError(
+                f"q has {q.shape[2]} queries, and the cache holds {self.size} tokens: update comes first"
+            )
         if layers.rows is None or not self.size:
             raise RequestError("the cache holds no tokens; call update first")
         if q.dim() != 4 or q.shape[0] != layers.batch_size:
@@ -269,7 +273,8 @@ class KVCache(_LayerCache):
         -------
         tuple of torch.Tensor
             K and V, [B, num_kv_heads, max_seq_len, head_dim], or with the tokens held in place of `max_seq_len`: views
-            of the cache, nothing is copied.
+            of the cache, nothing is copied. Those of the tokens held are good until `reset`, `crop` or `close`, and lie
+            in memory that is not all there: `clone` what is to be kept, copied or saved.
 
         Raises
         ------
@@ -282,9 +287,13 @@ class KVCache(_LayerCache):
             After `close`.
         """
         self._layers.check_open()
-        if k.dim() == 4 and (input_pos.dim() != 1 or len(input_pos) != k.shape[2]):
+        if not isinstance(input_pos, torch.Tensor) or input_pos.dtype not in (torch.int32, torch.int64):
+            what = input_pos.dtype if isinstance(input_pos, torch.Tensor) else type(input_pos).__name__
+            raise RequestError(f"input_pos is of {what}; it must be a tensor of int32 or int64")
+        if input_pos.dim() != 1 or (k.dim() == 4 and len(input_pos) != k.shape[2]):
+            wanted = k.shape[2] if k.dim() == 4 else "S"
             raise RequestError(
-                f"input_pos has shape {list(input_pos.shape)}; it must be [{k.shape[2]}], one for each token of k"
+                f"input_pos has shape {list(input_pos.shape)}; it must be [{wanted}], one for each token of k"
             )
         if input_pos.device.type == "cpu" and len(input_pos):
             expected = torch.arange(self.size, self.size + len(input_pos), device="cpu")

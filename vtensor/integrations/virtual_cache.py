@@ -192,6 +192,10 @@ class VirtualCache(Cache):
 
         Where that fails, in whatever layer, all layers of attention hold what they held before the forward.
         """
+        if not 0 <= layer_idx < len(self.layers):
+            raise RequestError(
+                f"layer {layer_idx} writes to a cache of {len(self.layers)} layers: make a VirtualCache for each model"
+            )
         try:
             return cast(
                 tuple[torch.Tensor, torch.Tensor],
@@ -203,8 +207,10 @@ class VirtualCache(Cache):
                 self._shorten(failed.num_tokens)
             raise
 
-    def reserve(self, num_tokens: int) -> None:
-        """See to it that there is memory for so many tokens of every sequence held, before they are written.
+    def begin_step(self) -> int:
+        """Have memory, and lengths on the device, for one more token of every sequence, which is written next.
+
+        For `DecodeStep`. Returns the tokens held before.
 
         Raises
         ------
@@ -213,13 +219,18 @@ class VirtualCache(Cache):
         RequestError
             More tokens than `max_cache_len`.
         """
-        held = min(layer.num_tokens for layer in self._virtual_layers())
+        held = next(self._virtual_layers()).num_tokens
         try:
             for group in self._groups:
-                group.reserve(group.batch_size, num_tokens)
+                group.reserve(group.batch_size, held + 1)
         except BaseException:
-            self._shorten(held)
+            self.end_step(held)
             raise
+        return held
+
+    def end_step(self, held: int) -> None:
+        """Hold so many tokens again: the step that was begun came to nothing."""
+        self._shorten(held)
 
     @contextmanager
     def writing_in_place(self) -> Iterator[None]:
@@ -253,7 +264,8 @@ class VirtualCache(Cache):
             Layers with a sliding window have given back what so short a sequence sees (`rollback_tokens`); nothing was
             changed.
         """
-        kept = min(layer.kept_by(tokens_to_remove) for layer in self._virtual_layers())
+        # By the first layer's length, which callers know. A forward that failed may have left others shorter.
+        kept = next(self._virtual_layers()).kept_by(tokens_to_remove)
         for group in self._groups:
             group.check_shorter(kept)
         for layer in self.layers:
@@ -290,9 +302,11 @@ class VirtualCache(Cache):
         """Sequence i becomes a copy of sequence ``source[i]``; there are as many afterwards as `source` is long."""
         groups = [group for group in self._groups if group.num_tokens]
         batch = len(source)
+        if not batch:
+            raise RequestError("no sequence was asked for, and a cache keeps at least one: reset() drops all of them")
         for group in groups:
             group.check_batch(batch)
-            if batch and not 0 <= int(source.min()) <= int(source.max()) < group.batch_size:
+            if not 0 <= int(source.min()) <= int(source.max()) < group.batch_size:
                 raise RequestError(
                     f"sequences {source.tolist()} were asked for; the cache holds 0 to {group.batch_size - 1}"
                 )
@@ -309,6 +323,7 @@ class VirtualCache(Cache):
                 layer.rearrange(source.to(layer.device))
         for group in groups:
             group.resize(batch)
+            group.changes += 1
 
     def _virtual_layers(self) -> Iterator[VirtualLayer]:
         return (layer for layer in self.layers if isinstance(layer, VirtualLayer))

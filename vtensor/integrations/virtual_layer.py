@@ -7,6 +7,7 @@ from typing import Any, cast
 import torch
 from transformers.cache_utils import CacheLayerMixin
 
+from vtensor.eager import eager
 from vtensor.errors import RequestError
 from vtensor.integrations.attention_function import Held, tag
 from vtensor.integrations.layer_group import LayerGroup
@@ -34,18 +35,24 @@ class VirtualLayer(CacheLayerMixin):
         self.num_tokens = 0
         self._key: torch.Tensor | None = None  # [max_batch, max_tokens, H, D]
         self._value: torch.Tensor | None = None
+        self._made_for: tuple[Any, ...] = ()  # heads, widths, dtypes
         self._held: Held | None = None  # what the last views were said to be
+
+    def __deepcopy__(self, memo: dict[int, Any]) -> VirtualLayer:
+        raise RequestError("layers of a VirtualCache are copied with it: copy.deepcopy(cache)")
 
     @property
     def was_read_in_place(self) -> bool:
         """Whether kernels have read what the last update returned from where it lies."""
         return self._held is not None and self._held.was_read
 
+    @eager
     def lazy_initialization(self, key_states: torch.Tensor, value_states: torch.Tensor | None = None) -> None:
         """Take the layer's views from its group's manager; the first layer to do so makes it."""
         values = key_states if value_states is None else value_states
         self._key, self._value = self.group.start(self.index, key_states, values)
         self.dtype, self.device = key_states.dtype, key_states.device
+        self._made_for = _kind_of(key_states, values)
         self.is_initialized = True
 
     def update(
@@ -57,7 +64,7 @@ class VirtualLayer(CacheLayerMixin):
         -------
         tuple of torch.Tensor
             K and V of all tokens that the new ones see, [B, H, tokens, D] and [B, H, tokens, Dv]: views of the cache,
-            nothing is copied.
+            nothing is copied. They are good until tokens are dropped; `clone` what is to be kept, copied or saved.
 
         Raises
         ------
@@ -66,11 +73,11 @@ class VirtualLayer(CacheLayerMixin):
         RequestError
             More tokens than `max_cache_len`, more sequences than `max_batch_size`, or states that need gradients.
         """
-        if key_states.requires_grad and torch.is_grad_enabled():
+        if (key_states.requires_grad or value_states.requires_grad) and torch.is_grad_enabled():
             raise RequestError("VirtualCache keeps no autograd history: call the model under torch.no_grad()")
         if not self.is_initialized:
             self.lazy_initialization(key_states, value_states)
-        elif key_states.dtype != self.dtype:
+        elif self._made_for != _kind_of(key_states, value_states):
             self.group.start(self.index, key_states, value_states)  # says what is wrong
         batch, _, num_new, _ = key_states.shape
         start, end = self.num_tokens, self.num_tokens + num_new
@@ -96,6 +103,7 @@ class VirtualLayer(CacheLayerMixin):
         key, value, group = cast(torch.Tensor, self._key), cast(torch.Tensor, self._value), self.group
         self.keys = key[:batch, first:num_tokens].transpose(1, 2)
         self.values = value[:batch, first:num_tokens].transpose(1, 2)
+        self._held = None
         if group.seq_lens is not None and group.num_tokens == num_tokens:
             self._held = Held(key, value, group.seq_lens, num_tokens)
             tag(self.keys, self._held)
@@ -175,3 +183,7 @@ class VirtualLayer(CacheLayerMixin):
 
     def prefetch(self) -> None:
         """Nothing: the cache stays where it is."""
+
+
+def _kind_of(keys: torch.Tensor, values: torch.Tensor) -> tuple[Any, ...]:
+    return keys.shape[1], keys.shape[3], values.shape[1], values.shape[3], keys.dtype, values.dtype, keys.device
