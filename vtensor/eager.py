@@ -7,7 +7,7 @@ import sys
 from collections.abc import Callable
 from typing import ParamSpec, TypeVar
 
-__all__ = ["eager", "skip_our_frames"]
+__all__ = ["eager", "skip_our_frames", "untraced"]
 
 P = ParamSpec("P")
 R = TypeVar("R")
@@ -38,6 +38,14 @@ def eager(function: Callable[P, R]) -> Callable[P, R]:
     reason = f"vtensor's {function.__name__} is not for graphs"
     call._torchdynamo_disable, call._torchdynamo_disable_msg = True, reason  # type: ignore[attr-defined]
     return call
+
+
+def untraced(function: Callable[P, R], *args: P.args, **kwargs: P.kwargs) -> R:
+    """Call a function of which nothing is to be traced, nor of what it calls; from one that is `eager`."""
+    dynamo = sys.modules.get("torch._dynamo")
+    if dynamo is not None:
+        function = dynamo.disable(function)
+    return function(*args, **kwargs)
 
 
 def skip_our_frames() -> None:

@@ -11,6 +11,7 @@ import torch
 
 transformers = pytest.importorskip("transformers", reason="the extra 'hf' is not installed")
 
+from tests.helpers.child import in_interpreter  # noqa: E402
 from tests.helpers.hf_models import make_inputs, make_model, shared_model  # noqa: E402
 from vtensor.errors import RequestError  # noqa: E402
 from vtensor.integrations.module import KVCache  # noqa: E402
@@ -214,14 +215,20 @@ def test_a_choice_of_shape_b_1() -> None:
 
 @pytest.mark.parametrize("attention", ["sdpa", "vtensor"])
 def test_a_compiled_model_and_a_fresh_cache(attention: str) -> None:
-    model, ids = make_model("llama", "cpu", attention), torch.tensor([[1, 2, 3], [4, 5, 6]])
-    compiled: Any = torch.compile(model, backend="eager")
-    with torch.no_grad(), VirtualCache.for_model(model) as cache, VirtualCache.for_model(model) as other:
-        for _ in range(3):
-            logits = compiled(ids, past_key_values=cache).logits
-            torch.testing.assert_close(logits, model(ids, past_key_values=other).logits)
-            ids = logits[:, -1:].argmax(-1)
-    torch._dynamo.reset()
+    # In a process of its own, in which nothing of the cache has run before it is compiled.
+    result = in_interpreter(f"""
+        import torch
+        from tests.helpers.hf_models import make_model
+        from vtensor.integrations.transformers import VirtualCache
+        model, ids = make_model("llama", "cpu", {attention!r}), torch.tensor([[1, 2, 3], [4, 5, 6]])
+        compiled = torch.compile(model, backend="eager")
+        with torch.no_grad(), VirtualCache.for_model(model) as cache, VirtualCache.for_model(model) as other:
+            for _ in range(3):
+                logits = compiled(ids, past_key_values=cache).logits
+                torch.testing.assert_close(logits, model(ids, past_key_values=other).logits)
+                ids = logits[:, -1:].argmax(-1)
+    """)
+    assert result.returncode == 0, result.stderr[-2000:]
 
 
 def test_module_caches() -> None:

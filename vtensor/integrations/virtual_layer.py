@@ -7,7 +7,7 @@ from typing import Any, cast
 import torch
 from transformers.cache_utils import CacheLayerMixin
 
-from vtensor.eager import eager
+from vtensor.eager import eager, untraced
 from vtensor.errors import RequestError
 from vtensor.integrations.attention_function import Held, tag
 from vtensor.integrations.layer_group import LayerGroup
@@ -50,7 +50,7 @@ class VirtualLayer(CacheLayerMixin):
     def lazy_initialization(self, key_states: torch.Tensor, value_states: torch.Tensor | None = None) -> None:
         """Take the layer's views from its group's manager; the first layer to do so makes it."""
         values = key_states if value_states is None else value_states
-        self._key, self._value = self.group.start(self.index, key_states, values)
+        self._key, self._value = untraced(self.group.start, self.index, key_states, values)
         self.dtype, self.device = key_states.dtype, key_states.device
         self._made_for = _kind_of(key_states, values)
         self.is_initialized = True
