@@ -11,7 +11,7 @@ import triton
 from vtensor.triton_kernels.append_kernel import append_kernel
 from vtensor.triton_kernels.arguments import FP8, QUERY_DTYPES, check_target, check_tensor
 from vtensor.triton_kernels.launch import Launch, has_dependent_launch, is_interpreted
-from vtensor.triton_kernels.signatures import signature
+from vtensor.triton_kernels.signatures import remember, signature
 
 __all__ = ["Appending", "Tensors", "launch_of"]
 
@@ -66,9 +66,7 @@ def launch_of(tensors: Tensors, interleaved: bool) -> Appending:
         return _prepare(tensors, interleaved)
     if found is None:
         found = _prepare(tensors, interleaved)
-        if len(_launches) >= _MOST_LAUNCHES:
-            _launches.clear()
-        _launches[key] = found
+        remember(_launches, key, found, _MOST_LAUNCHES)
     return found
 
 

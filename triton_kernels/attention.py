@@ -17,15 +17,13 @@ from vtensor.triton_kernels.decode import DecodePlan
 from vtensor.triton_kernels.launch import num_multiprocessors
 from vtensor.triton_kernels.library import attend_into
 from vtensor.triton_kernels.prefill import PrefillPlan
-from vtensor.triton_kernels.signatures import attention_key
+from vtensor.triton_kernels.signatures import attention_key, remember
 
 __all__ = ["attend_again", "decode_attention", "plan_of", "prefill_attention"]
 
 MOST_QUERIES = 128
 """Queries of a request up to which its keys are split among programs, where few requests leave a GPU idle otherwise."""
 _MOST_QUERIES_OF_MANY = 48
-
-_MOST_PLANS = 4096
 
 _Result = torch.Tensor | tuple[torch.Tensor, torch.Tensor]
 
@@ -50,10 +48,9 @@ def decode_attention(
     """Attention of one or a few new tokens of each request.
 
     It reads the rows of k and v that a query sees, and no other, once for all query heads of a KV head: B * length *
-    Hkv * (D + Dv) elements. Repeats give the same bits. It does not wait for the device
-    (but where it needs more memory to work in than any call in the stream before), and may be captured into a CUDA
-    graph, whose replays take the lengths that are then in `seq_lens`. While it runs nobody may write to those. It has
-    no gradients.
+    Hkv * (D + Dv) elements. Repeats give the same bits. It does not wait for the device (but where it needs more memory
+    to work in than any call in the stream before), and may be captured into a CUDA graph, whose replays take the
+    lengths that are then in `seq_lens`. While it runs nobody may write to those. It has no gradients.
 
     These rows must have memory when the kernel runs: give `plain` views of a virtual cache, after `step`, and the
     window that the cache gives memory back behind. On a CPU it is computed by Triton's interpreter where that is on
@@ -219,9 +216,7 @@ def _attend(
     else:
         plan = attend_into(call, out, lse)
         if plan is not None and key is not None and q.device.type == "cuda":
-            if len(_checked) >= _MOST_PLANS:
-                _checked.clear()
-            _checked[key] = plan
+            remember(_checked, key, plan)
     return out if lse is None else (out, lse)
 
 

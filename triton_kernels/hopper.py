@@ -13,6 +13,7 @@ from vtensor.triton_kernels.arguments import AttentionArguments
 from vtensor.triton_kernels.launch import compute_capability, is_interpreted, num_multiprocessors
 from vtensor.triton_kernels.lengths import MOST_LENGTHS
 from vtensor.triton_kernels.prepared import Prepared, prepare, tensor_map
+from vtensor.triton_kernels.signatures import remember
 
 __all__ = ["HopperPlan"]
 
@@ -37,7 +38,6 @@ class HopperPlan:
         q, k = call.q, call.k
         _, self._num_heads, head_dim = q.shape
         self._batch = call.batch_size
-        self._cache_shape = tuple(k.shape)
         numbers = {
             "STRIDE_TOKEN": out_strides[0],
             "STRIDE_HEAD": out_strides[1],
@@ -84,8 +84,8 @@ class HopperPlan:
         slots = call.seq_lens if call.batch_idx is None else call.batch_idx
         caches = call.k, call.v
         sums = out if lse is None else lse
-        tensors = (call.q, *caches, *caches, out, sums, call.cu_seqlens, call.seq_lens, slots)
-        addresses = [tensor.data_ptr() for tensor in tensors]  # type: ignore[union-attr]
+        tensors: tuple[Any, ...] = (call.q, *caches, *caches, out, sums, call.cu_seqlens, call.seq_lens, slots)
+        addresses = [tensor.data_ptr() for tensor in tensors]
         if not self._is_usable or any(address % 16 for address in addresses):
             return False
         num_queries = out.shape[0]
@@ -98,7 +98,7 @@ class HopperPlan:
             return False
         forms = prepared.map_forms
         try:
-            maps = [self._map(i, tensors[i], addresses[i], forms[i]) for i in range(3)]  # type: ignore[arg-type]
+            maps = [self._map(i, tensors[i], addresses[i], forms[i]) for i in range(3)]
         except ValueError:  # strides of q of which one row did not tell
             return False
         programs = min(items, num_multiprocessors(out.device))
@@ -134,11 +134,8 @@ class HopperPlan:
         key = which, address, tensor.shape[0]
         found = self._maps.get(key)
         if found is None:
-            if len(self._maps) >= _MOST_MAPS:
-                self._maps.clear()
-            found = self._maps[key] = tensor_map(
-                tensor.device, address, tensor.dtype, tensor.shape, _strides(tensor), form
-            )
+            found = tensor_map(tensor.device, address, tensor.dtype, tensor.shape, _strides(tensor), form)
+            remember(self._maps, key, found, _MOST_MAPS)
         return found
 
 

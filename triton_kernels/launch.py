@@ -49,14 +49,14 @@ def num_multiprocessors(device: torch.device) -> int:
     return _of_gpu(device.index)[0] if device.type == "cuda" else _ON_THE_HOST
 
 
-def has_dependent_launch(device: torch.device) -> bool:
-    """Whether a kernel may be launched before the one that it waits for has ended (from Hopper on)."""
-    return device.type == "cuda" and _of_gpu(device.index)[1] >= 9 and not is_interpreted()
-
-
 def compute_capability(device: torch.device) -> tuple[int, int]:
     """Compute capability of a device; (0, 0) of the host."""
     return _of_gpu(device.index)[1:] if device.type == "cuda" else (0, 0)
+
+
+def has_dependent_launch(device: torch.device) -> bool:
+    """Whether a kernel may be launched before the one that it waits for has ended (from Hopper on)."""
+    return compute_capability(device)[0] >= 9 and not is_interpreted()
 
 
 _HERE = contextlib.nullcontext()
@@ -81,7 +81,7 @@ def split_width(width: int) -> tuple[int, int]:
 def suits_descriptors(*caches: torch.Tensor) -> bool:
     """Whether rows lie where the tensor memory accelerator can fetch them: at multiples of 16 bytes, from Hopper on."""
     return all(
-        (cache.device.type != "cuda" or _of_gpu(cache.device.index)[1] >= 9)
+        (cache.device.type != "cuda" or compute_capability(cache.device)[0] >= 9)
         and cache.data_ptr() % 16 == 0
         and all(stride * cache.element_size() % 16 == 0 for stride in cache.stride()[:3])
         for cache in caches

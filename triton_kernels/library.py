@@ -12,28 +12,11 @@ from vtensor.triton_kernels.decode import DecodePlan
 from vtensor.triton_kernels.launch import is_interpreted
 from vtensor.triton_kernels.prefill import PrefillPlan
 from vtensor.triton_kernels.reference import attend
-from vtensor.triton_kernels.signatures import signature
+from vtensor.triton_kernels.signatures import attention_key, remember
 
-__all__ = ["attend_into", "signature_of"]
+__all__ = ["attend_into"]
 
-
-_MOST_PLANS = 4096
 _plans: dict[Any, DecodePlan | PrefillPlan] = {}
-
-
-def signature_of(call: AttentionArguments, out: torch.Tensor | None) -> tuple[Any, ...]:
-    """All that a plan depends on but numbers: not on how many rows ragged queries have."""
-    q, k, v = call.q, call.k, call.v
-    addresses = k.data_ptr(), v.data_ptr()  # latents are one memory; descriptors want multiples of 16
-    return (
-        q.shape if call.cu_seqlens is None else q.shape[1:], q.stride(), q.dtype, q.device, type(q),
-        addresses[0] == addresses[1], (addresses[0] | addresses[1]) % 16,
-        None if out is None else (out.stride(), out.dtype, out.device, type(out)),
-        signature(
-            k, v, call.seq_lens, call.batch_idx, call.cu_seqlens,
-            call.sinks, call.alibi_slopes, call.k_scale, call.v_scale,
-        ),
-    )  # fmt: skip
 
 
 def attend_into(
@@ -55,14 +38,13 @@ def attend_into(
                 if lse is not None:
                     lse.copy_(sums.view(lse.shape))
             return None
-    options = call.causal, call.scale, call.window, call.softcap, lse is not None
-    key = (signature_of(call, out), *options)
+    options = (call.scale, call.window, call.softcap, *call[-4:])  # with sinks, slopes and scales of the cache
+    key = attention_key(*call[:7], options, lse is not None, out)
     plan = _plans.get(key)
     if plan is None:
         plan = plan_for(call, out, lse)
-        if len(_plans) >= _MOST_PLANS:
-            _plans.clear()
-        _plans[key] = plan
+        if key is not None:
+            remember(_plans, key, plan)
     plan.run(call, out, lse)
     return plan
 

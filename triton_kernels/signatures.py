@@ -10,7 +10,7 @@ from typing import Any
 
 import torch
 
-__all__ = ["attention_key", "signature"]
+__all__ = ["attention_key", "remember", "signature"]
 
 
 def signature(*tensors: torch.Tensor | None) -> tuple[Any, ...]:
@@ -53,12 +53,20 @@ def attention_key(
         if batch_idx is not None or cu_seqlens is not None:
             key += (signature(batch_idx, cu_seqlens),)
         if out is not None:
-            key += ("out", signature(out), out.shape[0] == q.shape[0])
+            fits = out.shape == (*q.shape[:-1], v.shape[3])  # rather than its shape, in which T is
+            key += ("out", fits, out.stride(), out.dtype, out.device, type(out))
         if any(x is not None for x in options):
             key += (
                 signature(sinks, alibi_slopes, k_scale, v_scale),
                 scale, type(scale), window, type(window), softcap, type(softcap),
             )  # fmt: skip
-    except (AttributeError, TypeError, RuntimeError):  # no tensors, or none with memory
+    except (AttributeError, TypeError, RuntimeError, IndexError):  # no tensors, or none with memory
         return None
     return key
+
+
+def remember(known: dict[Any, Any], key: Any, value: Any, most: int = 4096) -> None:
+    """Keep what is known of a kind of call; so many kinds, and after that all anew."""
+    if len(known) >= most:
+        known.clear()
+    known[key] = value

@@ -36,9 +36,8 @@ def counters(device: torch.device, number: int) -> torch.Tensor:
     """So many int32 counters or more, all 0, for a launch in the current stream that leaves them at 0.
 
     The first call in a stream, and one that needs more than any before, waits until they are, and for torch's default
-    stream. During a capture for
-    which no counters are in reserve (they are made by calls outside of one), the graph zeroes some of its own each
-    time.
+    stream. During a capture for which no counters are in reserve (they are made by calls outside of one), the graph
+    zeroes some of its own each time.
     """
     number = max(_STEP, -(-number // _STEP) * _STEP)
     if device.type == "cpu":

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 import threading
 from collections.abc import Callable
 from typing import Any
@@ -10,6 +11,7 @@ import pytest
 import torch
 
 import vtensor as vt
+from tests.helpers.threads import in_threads
 from vtensor.triton_kernels import append_kv, decode_attention, launch, prefill_attention, prepared, workspace
 from vtensor.triton_kernels import attention as calls
 from vtensor.triton_kernels.arguments import check_attention
@@ -138,6 +140,12 @@ def test_what_keys_tell_apart() -> None:
     assert key(q=q.clone().requires_grad_()) != same
     with torch.no_grad():
         assert key(q=q.clone().requires_grad_()) == same
+    ends = torch.zeros(3, dtype=torch.int32)
+    ragged = [
+        key(q=torch.zeros(count, 4, 16), out=torch.zeros(count, 4, width), cu_seqlens=ends)
+        for count, width in ((3, 16), (70, 16), (3, 32))
+    ]
+    assert ragged[0] == ragged[1] != ragged[2]  # T does not count, nor in `out`
     assert key(causal=1) is None
     assert key(k=None) is None
     assert key(options=([], *(None,) * 6)) is None
@@ -218,13 +226,7 @@ def test_a_thread_that_has_not_used_the_gpu(queries: int) -> None:
     rows = torch.arange(3, dtype=torch.int32, device="cuda:0") * queries
     many = q.repeat_interleave(queries, 0)  # new addresses, for which there are no descriptors yet
     expected, found = prefill_attention(many.clone(), k, v, rows, lens), []
-    threads = [
-        threading.Thread(target=lambda: found.append(prefill_attention(many, k, v, rows, lens))) for _ in range(4)
-    ]
-    for thread in threads:
-        thread.start()
-    for thread in threads:
-        thread.join()
+    in_threads(*[lambda: found.append(prefill_attention(many, k, v, rows, lens))] * 4)
     assert len(found) == 4
     assert all(torch.equal(one, expected) for one in found)
 
@@ -235,43 +237,29 @@ def test_threads_share_a_stream(batch: int) -> None:
     # few requests: two kernels, between which other threads launch
     pairs = [inputs_of(batch, 5000) for _ in range(6)]
     expected = [decode_attention(*one) for one in pairs]
-    wrong: list[int] = []
 
     def work(index: int) -> None:
         outs = [decode_attention(*pairs[index]) for _ in range(200)]
         torch.cuda.synchronize()
-        if not all(torch.equal(out, expected[index]) for out in outs):
-            wrong.append(index)
+        assert all(torch.equal(out, expected[index]) for out in outs)
 
-    threads = [threading.Thread(target=work, args=(index,)) for index in range(len(pairs))]
-    for thread in threads:
-        thread.start()
-    for thread in threads:
-        thread.join()
-    assert not wrong
+    in_threads(*(functools.partial(work, index) for index in range(len(pairs))))
 
 
 @pytest.mark.gpu
 def test_threads_share_a_plan() -> None:
     pairs = [inputs_of(2, 300) for _ in range(6)]
     expected = [decode_attention(*one) for one in pairs]
-    wrong: list[int] = []
 
     def work(index: int) -> None:
         with torch.cuda.stream(torch.cuda.Stream()):
             for _ in range(100):
                 out = decode_attention(*pairs[index])
             torch.cuda.current_stream().synchronize()
-        if not torch.equal(out, expected[index]):
-            wrong.append(index)
+        assert torch.equal(out, expected[index])
 
     torch.cuda.synchronize()
-    threads = [threading.Thread(target=work, args=(index,)) for index in range(len(pairs))]
-    for thread in threads:
-        thread.start()
-    for thread in threads:
-        thread.join()
-    assert not wrong
+    in_threads(*(functools.partial(work, index) for index in range(len(pairs))))
 
 
 @pytest.mark.gpu

@@ -11,13 +11,12 @@ from vtensor.attention_backends.choose import choose, refusal
 from vtensor.attention_backends.table import shape_class
 from vtensor.triton_kernels.arguments import AttentionArguments, check_attention
 from vtensor.triton_kernels.attention import attend_again, decode_attention, plan_of, prefill_attention
-from vtensor.triton_kernels.signatures import attention_key
+from vtensor.triton_kernels.signatures import attention_key, remember
 
 __all__ = ["dispatch"]
 
 _Result = torch.Tensor | tuple[torch.Tensor, torch.Tensor]
 
-_MOST_KINDS = 4096
 _kinds: dict[Any, tuple[Backend, float, int, float]] = {}
 """By kind of call on a GPU: what does it, and the scale, window and softcap that it is told."""
 
@@ -67,9 +66,7 @@ def dispatch(
         # Those that read lengths are refused in a capture, and so others are chosen there.
         is_settled = q.is_cuda and not chosen.reads_lengths(call) and not torch.cuda.is_current_stream_capturing()
         if whole is not None and is_settled:
-            if len(_kinds) >= _MOST_KINDS:
-                _kinds.clear()
-            _kinds[whole] = chosen, call.scale, call.window, call.softcap
+            remember(_kinds, whole, (chosen, call.scale, call.window, call.softcap))
     if chosen.name == "triton" and (cu_seqlens is not None or causal):
         # as a user calls them, so that they remember the call
         return _with_kernels(q, k, v, seq_lens, batch_idx, cu_seqlens, causal, options, return_lse)
