@@ -19,6 +19,7 @@ _SKIPPED = (
     *("vtensor.indexing", "vtensor.footprint", "vtensor.pools", "vtensor.streams", "vtensor.interrupts"),
     *("vtensor.allocator", "vtensor.kvcache"),
     *("vtensor.integrations.module", "vtensor.integrations.module_layers", "vtensor.integrations.layer_rows"),
+    "vtensor.integrations.first_slots",
 )
 _has_told = False
 

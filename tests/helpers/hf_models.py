@@ -1,4 +1,4 @@
-"""Tiny transformers models of many families, with random weights, and what they generate by transformers alone."""
+"""Tiny transformers models of many families, with random weights: what they generate, and what their caches hold."""
 
 from __future__ import annotations
 
@@ -9,6 +9,8 @@ import pytest
 import torch
 
 transformers = pytest.importorskip("transformers", reason="the extra 'hf' is not installed")
+
+from vtensor.integrations.transformers import VirtualCache  # noqa: E402
 
 VOCABULARY = 128
 WINDOW = 8
@@ -167,3 +169,12 @@ def generate(model: Any, inputs: dict[str, torch.Tensor], cache: Any = None, **o
 def expected_tokens(family: str, padded: bool, num_tokens: int) -> torch.Tensor:
     """With transformers' own attention and cache."""
     return generate(shared_model(family), make_inputs(padded=padded), max_new_tokens=num_tokens)
+
+
+def prefilled(model: Any, inputs: dict[str, torch.Tensor], **options: Any) -> tuple[VirtualCache, torch.Tensor]:
+    """A cache with the prompts in it, and what they lead to, [B, 1]."""
+    cache = VirtualCache.for_model(model, **options)
+    positions = (inputs["attention_mask"].cumsum(1) - 1).clamp(min=0)
+    with torch.no_grad():
+        logits = model(**inputs, position_ids=positions, past_key_values=cache).logits
+    return cache, logits[:, -1:].argmax(-1)

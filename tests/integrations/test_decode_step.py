@@ -9,7 +9,7 @@ import torch
 
 transformers = pytest.importorskip("transformers", reason="the extra 'hf' is not installed")
 
-from tests.helpers.hf_models import HELD, RELEASE, make_inputs, make_model, shared_model  # noqa: E402
+from tests.helpers.hf_models import HELD, RELEASE, make_inputs, make_model, prefilled, shared_model  # noqa: E402
 from vtensor.errors import OutOfPagesError, RequestError  # noqa: E402
 from vtensor.integrations import attention_function  # noqa: E402
 from vtensor.integrations.decode_step import DecodeStep  # noqa: E402
@@ -24,15 +24,6 @@ REFUSED = {  # what the step says of families that it does not serve
 }
 if RELEASE >= (5, 24):
     REFUSED["deepseek-v3, other width of V"] = "is not computed by kernels"  # it caches latents
-
-
-def prefilled(model: Any, inputs: dict[str, torch.Tensor], **options: Any) -> tuple[VirtualCache, torch.Tensor]:
-    """A cache with the prompts in it, and what they lead to, [B, 1]."""
-    cache = VirtualCache.for_model(model, **options)
-    positions = (inputs["attention_mask"].cumsum(1) - 1).clamp(min=0)
-    with torch.no_grad():
-        logits = model(**inputs, position_ids=positions, past_key_values=cache).logits
-    return cache, logits[:, -1:].argmax(-1)
 
 
 def forward(model: Any, cache: Any, tokens: torch.Tensor, mask: torch.Tensor) -> torch.Tensor:

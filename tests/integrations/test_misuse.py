@@ -12,21 +12,12 @@ import torch
 transformers = pytest.importorskip("transformers", reason="the extra 'hf' is not installed")
 
 from tests.helpers.child import in_interpreter  # noqa: E402
-from tests.helpers.hf_models import make_inputs, make_model, shared_model  # noqa: E402
+from tests.helpers.hf_models import make_inputs, make_model, prefilled, shared_model  # noqa: E402
 from vtensor.errors import RequestError  # noqa: E402
 from vtensor.integrations.module import KVCache  # noqa: E402
 from vtensor.integrations.transformers import DecodeStep, VirtualCache, generate  # noqa: E402
 
 pytestmark = [pytest.mark.filterwarnings("ignore::FutureWarning"), pytest.mark.filterwarnings("ignore::UserWarning")]
-
-
-def prefilled(model: Any, inputs: dict[str, torch.Tensor], **options: Any) -> tuple[VirtualCache, torch.Tensor]:
-    """A cache with the prompts in it, and what they lead to, [B, 1]."""
-    cache = VirtualCache.for_model(model, **options)
-    positions = (inputs["attention_mask"].cumsum(1) - 1).clamp(min=0)
-    with torch.no_grad():
-        logits = model(**inputs, position_ids=positions, past_key_values=cache).logits
-    return cache, logits[:, -1:].argmax(-1)
 
 
 class InterruptedError_(Exception):

@@ -26,7 +26,7 @@ from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from contextvars import ContextVar
 from dataclasses import dataclass, field
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 from transformers import AttentionInterface, AttentionMaskInterface
@@ -160,43 +160,45 @@ def mask(
         None: plain causal attention. Of two dimensions: a `Pattern`, carried by the padding mask [B, keys] (bool,
         false: padding), or by [B, 0] where there is no padding. Of four, [B, 1, queries, keys], bool: any other.
     """
-    if not torch.compiler.is_compiling():
-        make = _mask
-    elif cache_position is not None or isinstance(q_offset, torch.Tensor):
-        make = _dense_mask  # nobody can look where a static cache is
-    elif mask_function is causal_mask_function and attention_mask is None:
-        make = _mask
-    else:
-        make = _mask_apart
-    return make(
+    asked = _Asked(
         batch_size, kv_length, kv_offset, mask_function, attention_mask, q_length, q_offset, cache_position, options
     )
+    if not torch.compiler.is_compiling():
+        return _mask(asked)
+    if cache_position is not None or isinstance(q_offset, torch.Tensor):
+        return _dense_mask(asked)  # nobody can look where a static cache is
+    if mask_function is causal_mask_function and attention_mask is None:
+        return _mask(asked)
+    found: torch.Tensor | None = _mask_apart(asked)
+    return found
 
 
-def _mask(
-    batch_size: int,
-    kv_length: int,
-    kv_offset: int,
-    mask_function: Callable[..., Any],
-    attention_mask: torch.Tensor | None,
-    q_length: int | None,
-    q_offset: int | torch.Tensor,
-    cache_position: torch.Tensor | None,
-    options: dict[str, Any],
-) -> torch.Tensor | None:
+class _Asked(NamedTuple):
+    """The arguments of `mask`."""
+
+    batch_size: int
+    kv_length: int
+    kv_offset: int
+    mask_function: Callable[..., Any]
+    attention_mask: torch.Tensor | None
+    q_length: int | None
+    q_offset: int | torch.Tensor
+    cache_position: torch.Tensor | None
+    options: dict[str, Any]
+
+
+def _mask(asked: _Asked) -> torch.Tensor | None:
     pattern = None
-    window = _window_of(mask_function)
-    num_keys = kv_offset + kv_length
-    if window is not None and _are_last(num_keys, q_length, q_offset, cache_position):
-        pattern = _pattern(attention_mask, window or None, kv_offset, num_keys)
+    window = _window_of(asked.mask_function)
+    num_keys = asked.kv_offset + asked.kv_length
+    if window is not None and _are_last(num_keys, asked.q_length, asked.q_offset, asked.cache_position):
+        pattern = _pattern(asked.attention_mask, window or None, asked.kv_offset, num_keys)
     if pattern is None:
-        return _dense_mask(
-            batch_size, kv_length, kv_offset, mask_function, attention_mask, q_length, q_offset, cache_position, options
-        )
-    if pattern.starts is not None and attention_mask is not None:
-        carrier = attention_mask[:, kv_offset:]
+        return _dense_mask(asked)
+    if pattern.starts is not None and asked.attention_mask is not None:
+        carrier = asked.attention_mask[:, asked.kv_offset :]
     elif pattern.window is not None:
-        carrier = torch.empty(batch_size, 0, dtype=torch.bool, device=options.get("device"))
+        carrier = torch.empty(asked.batch_size, 0, dtype=torch.bool, device=asked.options.get("device"))
     else:
         return None
     carrier._vtensor_pattern = pattern  # type: ignore[attr-defined]
@@ -219,28 +221,16 @@ def _are_last(
     return int(cache_position[-1]) + 1 == num_keys
 
 
-def _dense_mask(
-    batch_size: int,
-    kv_length: int,
-    kv_offset: int,
-    mask_function: Callable[..., Any],
-    attention_mask: torch.Tensor | None,
-    q_length: int | None,
-    q_offset: int | torch.Tensor,
-    cache_position: torch.Tensor | None,
-    options: dict[str, Any],
-) -> torch.Tensor | None:
-    positions = {"q_length": q_length, "q_offset": q_offset}
-    if cache_position is not None:
-        positions = {"cache_position": cache_position}
-    if torch.compiler.is_compiling() or _window_of(mask_function) is not None:
-        options = {
-            **options,
-            "allow_is_causal_skip": False,
-        }  # to attention None is what it says, not what sdpa makes of it
+def _dense_mask(asked: _Asked) -> torch.Tensor | None:
+    positions: dict[str, Any] = {"q_length": asked.q_length, "q_offset": asked.q_offset}
+    if asked.cache_position is not None:
+        positions = {"cache_position": asked.cache_position}
+    options = asked.options
+    if torch.compiler.is_compiling() or _window_of(asked.mask_function) is not None:
+        options = {**options, "allow_is_causal_skip": False}  # to attention None is what it says, not what sdpa has
     found: torch.Tensor | None = sdpa_mask(
-        batch_size=batch_size, kv_length=kv_length, kv_offset=kv_offset, mask_function=mask_function,
-        attention_mask=attention_mask, **positions, **options,
+        batch_size=asked.batch_size, kv_length=asked.kv_length, kv_offset=asked.kv_offset,
+        mask_function=asked.mask_function, attention_mask=asked.attention_mask, **positions, **options,
     )  # fmt: skip
     return found
 

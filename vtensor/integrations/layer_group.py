@@ -9,10 +9,10 @@ import torch
 
 from vtensor.allocator.page_pool import PagePool
 from vtensor.devices import device_name, resolve_device
-from vtensor.errors import ClosedError, OutOfPagesError, RequestError
+from vtensor.errors import ClosedError, RequestError
+from vtensor.integrations.first_slots import FirstSlots
 from vtensor.kvcache import KVCacheConfig, KVCacheManager
 from vtensor.kvcache.layers import LayerSpec
-from vtensor.units import format_bytes
 
 __all__ = ["CacheLimits", "LayerGroup"]
 
@@ -79,7 +79,7 @@ class LayerGroup:
         self.windows = windows
         self.limits = limits
         self.manager: KVCacheManager | None = None
-        self.batch_size = 0  # slots 0 .. batch - 1 are ours
+        self._slots: FirstSlots | None = None  # of the manager
         self.num_tokens = 0  # of each sequence, as of the last step
         self.writes_in_place = False  # by the lengths on the device, behind memory that is there
         self.changes = 0  # how often all sequences were dropped, or some changed places
@@ -151,7 +151,13 @@ class LayerGroup:
         with torch.inference_mode(False):  # later steps may be in any mode
             self._lengths = torch.zeros(config.max_batch_size, dtype=torch.int32, device=manager.device)
         self.manager = manager
+        self._slots = FirstSlots(manager, "Free memory, or give the cache more capacity_bytes")
         limits.max_batch_size = config.max_batch_size
+
+    @property
+    def batch_size(self) -> int:
+        """Sequences held; slots 0 .. batch_size - 1 are theirs."""
+        return 0 if self._slots is None else self._slots.batch_size
 
     # -- sequences and tokens -------------------------------------------------------------------------------------
 
@@ -176,21 +182,13 @@ class LayerGroup:
                 f"{num_tokens:,} tokens exceed max_cache_len={self.limits.max_cache_len:,}; make the VirtualCache with "
                 "a larger one (it costs addresses only)"
             )
-        self._step(batch, num_tokens)
+        self._step(num_tokens)
         self._passed_from = max(self._passed_from, self.num_tokens)
         self._hold(num_tokens)
 
-    def _step(self, batch: int, num_tokens: int) -> None:
-        manager = self.manager
-        assert manager is not None
-        lengths = [num_tokens] * batch + [0] * (manager.config.max_batch_size - batch)
-        result = manager.step(lengths)
-        if not result:
-            raise OutOfPagesError(
-                f"{batch} sequences of {num_tokens:,} tokens need {result.shortfall_page_groups} more page groups of "
-                f"{format_bytes(manager.pool.page_group_bytes)} than can be had on {manager.device}; the cache still "
-                f"holds its {self.num_tokens:,} tokens. Free memory, or give the cache more capacity_bytes"
-            )
+    def _step(self, num_tokens: int) -> None:
+        assert self._slots is not None
+        self._slots.step(num_tokens, self.num_tokens)
 
     def _hold(self, num_tokens: int) -> None:
         self.num_tokens = num_tokens
@@ -209,19 +207,9 @@ class LayerGroup:
     def resize(self, batch: int) -> None:
         """Hold the slots 0 .. batch - 1."""
         self.check_batch(batch)
-        manager = self.manager
-        if manager is None:
+        if self._slots is None:
             return
-        while self.batch_size > batch:
-            self.batch_size -= 1
-            manager.free_reqid(self.batch_size)
-        while self.batch_size < batch:
-            # All lower slots are active, so this is the lowest id that is not.
-            reqid = manager.alloc_reqid()
-            if reqid != self.batch_size:
-                manager.free_reqid(reqid)
-                raise RequestError("slots of this cache's manager were taken by somebody else")
-            self.batch_size += 1
+        self._slots.resize(batch)
         if not batch:
             self.changes += 1
             self._passed_from = 0
@@ -235,7 +223,7 @@ class LayerGroup:
             old_batch = self.batch_size
             self.resize(batch)
             try:
-                self._step(batch, self.num_tokens)
+                self._step(self.num_tokens)
             except BaseException:
                 self.resize(old_batch)
                 raise
@@ -256,7 +244,7 @@ class LayerGroup:
             return
         if num_tokens:
             self.check_shorter(num_tokens)
-            self._step(self.batch_size, num_tokens)
+            self._step(num_tokens)
             self._hold(num_tokens)
         else:
             self.resize(0)

@@ -8,11 +8,11 @@ from typing import Protocol
 import torch
 
 from vtensor.allocator.page_pool import PagePool
-from vtensor.errors import OutOfPagesError
 from vtensor.factory import empty
-from vtensor.kvcache import KVCacheConfig, KVCacheManager, StepResult
+from vtensor.integrations.first_slots import FirstSlots
+from vtensor.kvcache import KVCacheConfig, KVCacheManager
 from vtensor.pools import default_pool
-from vtensor.units import format_bytes, round_up
+from vtensor.units import round_up
 
 __all__ = ["LayerRows", "ManagedRows", "Pair", "ZeroedRows"]
 
@@ -53,7 +53,7 @@ class ManagedRows:
     def __init__(self, config: KVCacheConfig, device: torch.device, pool: PagePool | None) -> None:
         self.device = device
         self._manager = KVCacheManager(config, device, pool=pool, eager_slot=False)  # no other requests will come
-        self._batch = 0  # slots 0 .. batch - 1 are ours
+        self._slots = FirstSlots(self._manager, "Free memory, or give it a pool with more")
 
     @property
     def committed_bytes(self) -> int:
@@ -62,34 +62,15 @@ class ManagedRows:
 
     def reserve(self, batch: int, held: int, num_tokens: int) -> None:
         """As of `LayerRows`; never waits for the device."""
-        self._resize(batch)
-        result = self._step(num_tokens)
-        if not result:
-            raise OutOfPagesError(
-                f"{batch} sequences of {num_tokens:,} tokens need {result.shortfall_page_groups} more page groups of "
-                f"{format_bytes(self._manager.pool.page_group_bytes)} than can be had on {self.device}; the cache "
-                f"still holds its {held:,} tokens. Free memory, or give it a pool with more"
-            )
-
-    def _step(self, num_tokens: int) -> StepResult:
-        idle = self._manager.config.max_batch_size - self._batch
-        return self._manager.step([num_tokens] * self._batch + [0] * idle)
-
-    def _resize(self, batch: int) -> None:
-        while self._batch > batch:
-            self._batch -= 1
-            self._manager.free_reqid(self._batch)
-        while self._batch < batch:
-            reqid = self._manager.alloc_reqid()
-            assert reqid == self._batch  # the lowest that is not active
-            self._batch += 1
+        self._slots.resize(batch)
+        self._slots.step(num_tokens, held)
 
     def shorten(self, batch: int, held: int, num_tokens: int) -> None:
         """As of `LayerRows`; the page groups stay with their slots until somebody needs them."""
         if num_tokens:
-            self._step(num_tokens)
+            self._slots.step(num_tokens, held)
         else:
-            self._resize(0)
+            self._slots.resize(0)
 
     def plain(self, index: int) -> Pair:
         """As of `LayerRows`."""
